@@ -61,7 +61,7 @@ def imports_of(path: Path) -> set[str]:
 )
 def test_imports_point_one_way(part: str, may_import: str):
     """Each part may import these folders and files, and files at the top."""
-    at_top = "messages config log metrics failpoints fair_places free_memory".split()
+    at_top = "messages config log metrics failpoints fair_semaphore free_memory".split()
     allowed = f"{may_import} launch.child launch.process_setup".split()
     for path in (PACKAGE / part).rglob("*.py"):
         for name in imports_of(path):

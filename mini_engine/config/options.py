@@ -90,12 +90,12 @@ class Setting:
             return self.unset
         return {True: "on", False: "off"}[self.default] if self.type is bool else number_text(self.default)
 
-    def read(self, value: Any, place: str, errors: list[str]) -> Any:
+    def read(self, value: Any, source: str, errors: list[str]) -> Any:
         """The value as the field has it, from a text of a flag or variable, or from a value of a YAML file. Where it is
         not of the field's type, out of its limits, or empty, as is a variable for which there was no value: None, and
-        a line in `errors` with its `place`."""
+        a line in `errors` with its `source`."""
         if value == "" and self.default != "":
-            errors.append(f"{place}: empty; leave it out for the default")
+            errors.append(f"{source}: empty; leave it out for the default")
             return None
         parsers: dict[Any, Callable[[str], Any]] = {int: parse_count, dict: json.loads, list: parse_list}
         parse = self.parse_text or parsers.get(self.base, str)
@@ -106,7 +106,7 @@ class Setting:
             return None if parsed is None else msgspec.convert(parsed, kind, strict=False)
         except ValueError:
             remedy = f"; {self.remedy}" if self.remedy else ""
-            errors.append(f"{place}: {'what is given' if self.secret else repr(value)} is not {self.values}{remedy}")
+            errors.append(f"{source}: {'what is given' if self.secret else repr(value)} is not {self.values}{remedy}")
             return None
 
 

@@ -76,10 +76,10 @@ class ClientQueues:
         """Make its client the one that was served last: the next step has work for the request."""
         self._clients.move_to_end(request.new.client)
 
-    def victim_for_place(self, request: Request) -> Request | None:
-        """The running request that gives its place to a waiting one: the last of the client with the most, which must
-        not have fewer than the other afterwards. So it takes nothing back, and the first request of a client keeps its
-        place. None: `request` has to wait."""
+    def victim_for_sequence(self, request: Request) -> Request | None:
+        """The running request that stops so that a waiting one can: the last of the client with the most, which must
+        not have fewer than the other afterwards. So it takes nothing back, and the first request of a client keeps
+        running. None: `request` has to wait."""
         largest = max(self._clients.values(), key=lambda client: len(client.running))
         exceeds = len(largest.running) >= len(self._clients[request.new.client].running) + 2
         return largest.running[-1] if exceeds else None

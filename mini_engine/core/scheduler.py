@@ -49,7 +49,7 @@ class Scheduler:
         self.queues = ClientQueues()
         self.events: Counter[str] = Counter()  # since the last `EngineStats`, by its fields
         self._owes_quick = False  # a step with prompts was made since the last quick one
-        self._claimant: Request | None = None  # waits for a place or for blocks: see `_preempt_for_claimant`
+        self._claimant: Request | None = None  # waits for `max_seqs` or for blocks: see `_preempt_for_claimant`
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
@@ -76,7 +76,7 @@ class Scheduler:
 
     def _plan(self, quick: bool) -> Plan:
         """Decodes first, so that no prompt delays the output of others. Then running prefills and waiting requests, up
-        to the first of these that has to wait for a place or for blocks; and the other running prefills."""
+        to the first of these that has to wait for `max_seqs` or for blocks; and the other running prefills."""
         plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick_step if quick else math.inf)
         for request in self.queues.waiting:
             if request.reserved and request.unreserved(len(self._cached_prefix(request)) * self.blocks.block_size):
@@ -143,7 +143,7 @@ class Scheduler:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """Admit a waiting request. False: it has to wait for a place or for blocks, and so have all behind it.
+        """Admit a waiting request. False: it has to wait for `max_seqs` or for blocks, and so have all behind it.
 
         Skipped, which holds up none of them, is a request whose embeddings were evicted; in a quick step one that is
         not short; one without room in the encoder cache, which later ones may have to free, though none takes room that
@@ -156,7 +156,7 @@ class Scheduler:
         if not (request.reserved or all(map(self.encoder.holds, request.sources.embeddings))):
             plan.without_embeddings.append(request)
             return True
-        if self._is_full() and self.queues.victim_for_place(request) is None:
+        if self._is_full() and self.queues.victim_for_sequence(request) is None:
             return False
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
@@ -204,7 +204,7 @@ class Scheduler:
         self._claimant = victim = None
         num_blocks = self.blocks.blocks_for(request.num_known)
         if self._is_full():
-            victim = self.queues.victim_for_place(request)
+            victim = self.queues.victim_for_sequence(request)
         elif not self.blocks.has_room(num_blocks, self._cached_prefix(request)):
             victim = self.queues.victim_for_blocks(request, num_blocks)
         if victim is not None and not request.is_running:

@@ -111,15 +111,15 @@ def _start(drawn: dict, along: float, across: float) -> tuple[float, float]:
     """Where the shape's centre starts, so that it stays inside the frame; `along` and `across` are in [0, 1]."""
     sides = (drawn["width"], drawn["height"])
     margins = [drawn["size"] / 2 * min(sides) / side for side in sides]
-    place = []
+    position = []
     for axis, step in enumerate(DIRECTIONS[drawn["motion"]]):
         low, high = margins[axis], 1 - margins[axis]
         if step > 0:
             high = max(low, high - drawn["travel"])
         if step < 0:
             low = min(high, low + drawn["travel"])
-        place.append(low + (along if step else across) * (high - low))
-    return place[0], place[1]
+        position.append(low + (along if step else across) * (high - low))
+    return position[0], position[1]
 
 
 def render(seed: int, **fixed: object) -> Clip:

@@ -120,7 +120,7 @@ class EngineHandle:
         self.requests |= dict.fromkeys(ids, receiver)
         try:
             if request.media:
-                request = await self.media_store.place(request)
+                request = await self.media_store.store_media(request)
             if any(item.patches is not None for item in request.media):
                 await self._sender.send_request(request)
             else:

@@ -47,7 +47,7 @@ class CacheAccess:
 
 
 class MediaStoreClient:
-    """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request;
+    """Towards one engine. `look_up` and `store_media` give a request references, which the engine claims with it;
     `release_aborted` releases those of one that is not sent.
 
     `send` sends the core a message, `ask` a question, by the key that its answer names, too. They raise EngineError
@@ -86,8 +86,8 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(BindName(key, media))
 
-    async def place(self, request: NewRequest) -> NewRequest:
-        """`request` with None in place of the tensors that the store holds now. Raises EngineError."""
+    async def store_media(self, request: NewRequest) -> NewRequest:
+        """Write new items to the store: `request` with None for the tensors that it holds now. Raises EngineError."""
         new = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
         if self._cache.memory is None or not new:
             return request

@@ -17,7 +17,7 @@ from mini_engine.messages import NewRequest, TensorHandle
 from mini_engine.protocol.api_errors import EngineError, MediaNotSent
 from mini_engine.transport.arena import RequestTooLarge
 from mini_engine.transport.codec import Encoder, OOBTensorConsumer, TransportError
-from mini_engine.transport.tensor_ipc import Outgoing, TensorIpcSender
+from mini_engine.transport.tensor_ipc import OutgoingTensors, TensorIpcSender
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RequestSender:
         self._send_all(request, outgoing, frame, self.queue.placement)
 
     async def _encode(
-        self, request: NewRequest, outgoing: Outgoing, consumer: OOBTensorConsumer, inline: bool
+        self, request: NewRequest, outgoing: OutgoingTensors, consumer: OOBTensorConsumer, inline: bool
     ) -> bytes:
         """`request` as a frame. The codec has `consumer` copy each tensor to `outgoing`, which is freed on failure, or
         if the engine is down by then."""
@@ -86,7 +86,7 @@ class RequestSender:
                 copying.add_done_callback(partial(_free_aborted, outgoing))  # until then the thread writes there
             raise
 
-    def _send_all(self, request: NewRequest, outgoing: Outgoing, frame: bytes, transport: str) -> None:
+    def _send_all(self, request: NewRequest, outgoing: OutgoingTensors, frame: bytes, transport: str) -> None:
         """The frames of all tensors, then the request. Nothing here waits: ranks would hold tensors without a request
         until this process ends."""
         try:
@@ -108,14 +108,14 @@ def _count_held(nbytes: int, tensors: int) -> None:
     metrics.ipc_buffered_tensors.inc(tensors)
 
 
-def _free_aborted(outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+def _free_aborted(outgoing: OutgoingTensors, copying: asyncio.Future[bytes]) -> None:
     """Free the pages of a request that ends while a thread copies to them: the copy has ended."""
     if not copying.cancelled():
         copying.exception()  # retrieved, or asyncio would log it
     outgoing.discard()
 
 
-def _place_on_host(outgoing: Outgoing, tensor: Any) -> TensorHandle:
+def _place_on_host(outgoing: OutgoingTensors, tensor: Any) -> TensorHandle:
     try:
         return outgoing(tensor.cpu())
     except RuntimeError as error:  # torch's, of the device

@@ -16,7 +16,7 @@ from mini_engine.messages import TransportName
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
-from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES
+from mini_engine.transport.page_allocator import HIGH_WATER_STEP, PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")
@@ -27,7 +27,7 @@ PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model 
 def make_arena(config: EngineConfig) -> Arena:
     """This server's memory for tensors on their way. The other API servers and the engines' stores allocate from the
     same free memory: each may be about to take a step of its mark."""
-    others = (config.api_server_count - 1 + config.engines) * HIGH_WATER_PAGES * PAGE_BYTES
+    others = (config.api_server_count - 1 + config.engines) * HIGH_WATER_STEP * PAGE_BYTES
     return Arena(config.mm_ipc_memory_bytes, lambda: available_memory() - others)
 
 

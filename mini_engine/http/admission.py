@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from mini_engine import metrics
 from mini_engine.config import EngineConfig
-from mini_engine.fair_places import FairPlaces
+from mini_engine.fair_semaphore import FairSemaphore
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.request_clock import RequestClock
 
@@ -89,18 +89,18 @@ def body_budget(config: EngineConfig) -> Budget:
     return Budget(*max((media.limit, media.flag), request), "inflight_bodies", "bytes of request bodies")
 
 
-class Places:
-    """Places for `limit` media items that are decoded, processed and sent."""
+class MediaPermits:
+    """Permits for `limit` media items that are decoded, processed and sent."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self.num_free = limit
-        self.turns = FairPlaces(1, slow_places=0)  # of the request that is next
+        self.turns = FairSemaphore(1, slow_limit=0)  # of the request that is next
         self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def hold(self, num_items: int, clock: RequestClock, client: bytes) -> AsyncIterator[None]:
-        """Wait for so many places, and hold them while the block runs. More items than the limit run alone; no later
+        """Wait for so many permits, and hold them while the block runs. More items than the limit run alone; no later
         request of the same client overtakes one with many. On `clock` the wait is `admission`."""
         needed = min(num_items, self.limit)
         clock.enter("admission")

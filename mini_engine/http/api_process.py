@@ -20,5 +20,5 @@ def run(child: Child) -> None:
 
 def make_decoders(name: str, config: EngineConfig) -> DecoderPool:
     """The decoders of the API server `name`, none of which is started yet."""
-    places = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
-    return DecoderPool(name, places, DecodeLimits.of(config), config.max_media_bytes)
+    max_decoders = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
+    return DecoderPool(name, max_decoders, DecodeLimits.of(config), config.max_media_bytes)

@@ -89,7 +89,7 @@ def load(init: Init, index: int, decoders: DecoderPool) -> ModelFront:
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
     if index == 0 and task.kind != "generate":
         logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
-    media = MediaLoader(processor, media_policy(config), decoders, decoders.places, config.allow_partial_video)
+    media = MediaLoader(processor, media_policy(config), decoders, decoders.max_busy, config.allow_partial_video)
     return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
 
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from mini_engine.config import EngineConfig
 from mini_engine.engine_client.engines import EngineClient
-from mini_engine.fair_places import FairPlaces
-from mini_engine.http.admission import Budget, BudgetShare, Places, body_budget, media_budget
+from mini_engine.fair_semaphore import FairSemaphore
+from mini_engine.http.admission import Budget, BudgetShare, MediaPermits, body_budget, media_budget
 from mini_engine.media.loader import MediaLoader, start_thread_pool
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
@@ -57,10 +57,10 @@ class AppContext(ModelFront):
         self.requests = Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests", "choice(s)")
         self.bodies = body_budget(config)  # bytes of all requests, while they are received
         self.media_bytes = media_budget(config)
-        self.places = Places(config.maximum_concurrent_videos)
+        self.media_permits = MediaPermits(config.maximum_concurrent_videos)
         # They decode bodies, and render and tokenise texts, that are large.
         self.text_threads = start_thread_pool(TEXT_THREADS, "text")
-        self.text_places = FairPlaces(TEXT_THREADS, slow_places=0)  # one for each of these threads
+        self.text_permits = FairSemaphore(TEXT_THREADS, slow_limit=0)  # one for each of these threads
 
     async def run_sized(self, work: Callable[[], T], size: int, client: bytes, inline: int = INLINE_CHARACTERS) -> T:
         """The result of `work`. Where the `size` of its input is at most `inline`, it runs on the event loop, for some
@@ -68,11 +68,11 @@ class AppContext(ModelFront):
         shared fairly between clients."""
         if size <= inline:
             return work()
-        place = await self.text_places.acquire(client)
+        permit = await self.text_permits.acquire(client)
         running = asyncio.get_running_loop().run_in_executor(self.text_threads, work)
-        running.add_done_callback(lambda _: place.release())
+        running.add_done_callback(lambda _: permit.release())
         try:
-            return await asyncio.shield(running)  # a thread goes on, and keeps its place, when its request is cancelled
+            return await asyncio.shield(running)  # a thread goes on, with its permit, when its request is cancelled
         finally:
             del running  # an error has this frame: with the future in it they would be a cycle, which keeps the body
 

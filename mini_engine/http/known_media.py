@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
 from mini_engine.http.context import AppContext, RequestState
 from mini_engine.media.hashing import HASH_BYTES, content_digest, name_key
-from mini_engine.media.loader import Candidates, FetchedItem, MediaContent, origin_of
+from mini_engine.media.loader import Candidates, ContentUrl, FetchedItem, download_url_of
 from mini_engine.media.processor import ProcessedItem
-from mini_engine.media.settings import prompt_tokens
+from mini_engine.media.settings import max_prompt_tokens
 from mini_engine.messages import FoundMedia, NamedMedia
 from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
@@ -44,14 +44,14 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Req
         for ref in collect_media(body.parts, context.config.item_limits)
     ]
     named: dict[bytes, NamedMedia] = {}
-    if keys := [*{ref.key for ref in refs if ref.key and origin_of(ref.url) == ref.url}]:
+    if keys := [*{ref.key for ref in refs if ref.key and download_url_of(ref.url) == ref.url}]:
         home = context.engines.preferred(keys[0][:HASH_BYTES])  # of all names of a client
         named = await home.media_store.resolve_names(state.request_id, keys)
     resolved: list[MediaRef] = []
     sent: dict[bytes, MediaRef] = {}  # the first with data or a URL, by key
     for ref in refs:
-        first, origin = sent.get(ref.key), origin_of(ref.url)
-        if first and (not ref.url or (origin and origin == origin_of(first.url))):
+        first, url = sent.get(ref.key), download_url_of(ref.url)
+        if first and (not ref.url or (url and url == download_url_of(first.url))):
             ref = first if ref.settings == first.settings else replace(ref, url=first.url)
         elif ref.key and not (ref.url or client or body.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
@@ -64,13 +64,13 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Req
 
 
 def _resolve_name(ref: MediaRef, meaning: NamedMedia | None) -> MediaRef:
-    """With the `MediaContent` that its name means in place of the URL, where there is none, or where that URL was
+    """With the `ContentUrl` that its name means in place of the URL, where there is none, or where that URL was
     downloaded under the name before. No engine has the content of a name without a meaning: see `find_media`."""
     meaning = meaning or NamedMedia(ref.key, is_frames=True)
-    origin = origin_of(ref.url)
-    if ref.url and not (origin == ref.url and meaning.url == content_digest(origin.encode())):
+    url = download_url_of(ref.url)
+    if ref.url and not (url == ref.url and meaning.url == content_digest(url.encode())):
         return ref
-    return replace(ref, url=MediaContent.of(replace(ref, url=FRAMES) if meaning.is_frames else ref, meaning.digest))
+    return replace(ref, url=ContentUrl.of(replace(ref, url=FRAMES) if meaning.is_frames else ref, meaning.digest))
 
 
 def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:
@@ -80,7 +80,8 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
         ref, content = item.ref, item.content
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and is_whole and not content.is_absent:
-            media = NamedMedia(content.digest, content_digest(origin_of(content).encode()), content.frames is not None)
+            url = content_digest(download_url_of(content).encode())
+            media = NamedMedia(content.digest, url, content.frames is not None)
             engines.preferred(ref.key[:HASH_BYTES]).media_store.bind_name(ref.key, media)
 
 
@@ -107,10 +108,10 @@ async def find_media(
     found = await engine.media_store.look_up(request_id, (each.media_hash for item in items for each in item))
     chosen = _choose(items, found)
     if lacking := [*dict.fromkeys(item for item in chosen if item.content.is_absent and not _is_held(item, found))]:
-        if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
+        if unknown := [item.ref.name for item in lacking if not download_url_of(item.content)]:
             raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
         keys, refs = {item.ref.key for item in lacking}, [item.ref for item in chosen]
-        fetched = [replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs]
+        fetched = [replace(ref, url=download_url_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs]
         raise DownloadAgain(fetched)
     digests: dict[bytes, bytes] = {}
     for item in chosen:
@@ -143,6 +144,6 @@ def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem
     chosen = []
     for largest, fitted in items:
         known, budget = found.get(largest.media_hash), fitted.settings.video_tokens or 0
-        fits = known is not None and prompt_tokens(known.facts) <= budget
+        fits = known is not None and max_prompt_tokens(known.facts) <= budget
         chosen.append(largest if fits and (_is_held(largest, found) or not _is_held(fitted, found)) else fitted)
     return chosen

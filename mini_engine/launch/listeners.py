@@ -11,7 +11,7 @@ from mini_engine.config import ConfigError, EngineConfig
 
 
 def bind_listeners(config: EngineConfig) -> list[socket.socket]:
-    """One bound SO_REUSEPORT socket per API-server place, not yet listening; the supervisor keeps them open. Raises
+    """One bound SO_REUSEPORT socket per API server, not yet listening; the supervisor keeps them open. Raises
     ConfigError: the address cannot be bound. Of a name with both kinds of addresses it is the IPv4 one.
 
     Since SO_REUSEPORT would let two servers of one user share a port unnoticed, a plain socket tries the port first.
@@ -29,12 +29,12 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
             # All by number: a socket that shuts down, to leave those that share the port, would lose one chosen for it.
             return [_bind(family, first.getsockname()) for _ in range(config.api_server_count)]
     except (OSError, UnicodeError) as error:  # the latter: a label of the name is empty or too long (RFC 1035)
-        place, reason = f"{config.host} port {config.port}", getattr(error, "strerror", "no valid host name")
-        raise ConfigError(f"cannot listen on {place}: {reason}; choose another --host or --port") from None
+        host, reason = f"{config.host} port {config.port}", getattr(error, "strerror", "no valid host name")
+        raise ConfigError(f"cannot listen on {host}: {reason}; choose another --host or --port") from None
 
 
 def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
-    """One bound unix socket for all API-server places; the supervisor keeps it open. The name that a killed server has
+    """One bound unix socket for all API servers; the supervisor keeps it open. The name that a killed server has
     left behind is used again. Raises ConfigError: the path cannot be bound."""
     listener = socket.socket(socket.AF_UNIX)
     try:

@@ -32,7 +32,7 @@ class ServerGeneration:
     model_dir: str
     media_cache: MediaCachePlan
     runtime_dir: Path
-    listeners: list[socket.socket]  # one for each API server's place
+    listeners: list[socket.socket]  # one for each API server
     processes: ProcessGroup
 
     serving_since: float = field(default=math.inf, init=False)  # by `time.monotonic`
@@ -73,12 +73,12 @@ class ServerGeneration:
         self.start_api_servers()
 
     def start_api_servers(self) -> None:
-        """Start one for each place that has none. Raises OSError, as `start` does."""
+        """Start each that does not run. Raises OSError, as `start` does."""
         taken = {child.spec.index for child in self.processes.api_servers()}
-        for place, listener in enumerate(self.listeners):
-            if str(place) not in taken:
+        for index, listener in enumerate(self.listeners):
+            if str(index) not in taken:
                 inherited = listener.fileno(), self._media_stores
-                spec = ChildSpec("api", str(place), self._init(), self.processes.endpoint, *inherited)
+                spec = ChildSpec("api", str(index), self._init(), self.processes.endpoint, *inherited)
                 self.processes.start(spec)
 
     def release_memory(self) -> None:
@@ -107,14 +107,14 @@ class ServerGeneration:
     def _init(self) -> Init:
         config, path = self.config, self.directory
         engines, ranks = range(config.engines), range(config.tensor_parallel_size)
-        places = itertools.product(engines, ranks)
+        pairs = itertools.product(engines, ranks)
         return Init(
             config=config,
             model_dir=self.model_dir,
             runtime_dir=str(path),
             cores=[f"ipc://{path}/core-{engine}" for engine in engines],
             core_workers=[f"ipc://{path}/core-{engine}-workers" for engine in engines],
-            ranks=[RankAddress(engine, rank, f"{path}/tensors-{engine}.{rank}") for engine, rank in places],
+            ranks=[RankAddress(engine, rank, f"{path}/tensors-{engine}.{rank}") for engine, rank in pairs],
             media_cache=self.media_cache,
             restarts=self.number - 1,
         )

@@ -25,9 +25,9 @@ BLOCK = 32 if ops.HAS_AVX2_ALONE else 64  # outputs that lie together in the ker
 FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
 FEW_ROWS_CUDA = 256  # of x, up to which the kernel takes less time than unpacking and torch's product
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
-UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
+UNPACKED_AT_ONCE = 2 << 20  # weights, which stay in the CPU's caches; as many are packed at a time
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
-SMALLEST = 1e-12  # step of rows and groups that are all zero
+LEAST_SCALE = 1e-12  # of rows and groups that are all zero
 
 
 def triton_matmul() -> Any:
@@ -189,7 +189,7 @@ class Int8Matrix(QuantizedMatrix):
     def multiply(self, x: Tensor) -> Tensor:
         if ops.HAS_AVX2_ALONE:
             return self._multiply_widened(x)
-        codes, steps = _round_rows(x.float())
+        codes, scales = _round_rows(x.float())
         if self._zero_points is None:
             y = torch._int_mm(codes, self.codes.T) * self.scales
         else:
@@ -197,7 +197,7 @@ class Int8Matrix(QuantizedMatrix):
             unsigned = codes.view(torch.uint8).bitwise_xor_(128)
             weights = self.codes, self.scales, self._zero_points, None
             y = torch.ops.onednn.qlinear_pointwise(unsigned, 1.0, 128, *weights, 1.0, 0, torch.float32, "none", [], "")
-        return y.mul_(steps).to(x.dtype)
+        return y.mul_(scales).to(x.dtype)
 
     def _multiply_widened(self, x: Tensor) -> Tensor:
         if len(x) <= FEW_ROWS_INT8 and x.dtype is torch.bfloat16:
@@ -242,7 +242,7 @@ class Int4Matrix(QuantizedMatrix):
 
     @property
     def _blocks_at_once(self) -> int:
-        return max(LEAST_BLOCKS, UNPACKED // (BLOCK * self.shape[1]))
+        return max(LEAST_BLOCKS, UNPACKED_AT_ONCE // (BLOCK * self.shape[1]))
 
     def pack(self) -> None:
         if self.codes.device.type != "cpu":
@@ -258,17 +258,17 @@ class Int4Matrix(QuantizedMatrix):
             codes = self.codes_of(slice(start, start + step)).codes
             if len(codes) % BLOCK:
                 codes = F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8)
-            codes = _in_block_order(codes).int()
+            codes = _to_block_order(codes).int()
             blocks = packed[start // BLOCK : (start + step) // BLOCK]
             blocks.copy_(torch._convert_weight_to_int4pack_for_cpu(codes, 1).view(blocks.shape))
         both = F.pad(torch.stack((self.scales, self.zeros), dim=2), (0, 0, 0, 0, 0, missing))
-        self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
+        self._scales_zeros = _to_block_order(both).transpose(0, 1).contiguous()
         self.codes, self.scales, self.zeros = packed, both.new_empty(0), both.new_empty(0)
 
     def multiply(self, x: Tensor) -> Tensor:
-        if len(x) > FEW_ROWS and _unpacks():
+        if len(x) > FEW_ROWS and _can_unpack():
             return self._multiply_unpacked(x)
-        return _in_order(self._multiply_packed(x))[:, : self.shape[0]]
+        return _from_block_order(self._multiply_packed(x))[:, : self.shape[0]]
 
     def _multiply_packed(self, x: Tensor) -> Tensor:
         """By torch's kernel, outputs in block order."""
@@ -287,7 +287,7 @@ class Int4Matrix(QuantizedMatrix):
     def _unpack(self, blocks: slice, dtype: torch.dtype) -> Tensor:
         """Some blocks of packed outputs: `[inputs, outputs of the blocks]`."""
         both = self._scales_zeros[:, blocks.start * BLOCK : blocks.stop * BLOCK].to(dtype)
-        scales, zeros = _in_order(both.permute(2, 0, 1).flatten(0, 1)).unflatten(0, (2, -1, 1))
+        scales, zeros = _from_block_order(both.permute(2, 0, 1).flatten(0, 1)).unflatten(0, (2, -1, 1))
         values = _unpack_codes(self.codes[blocks]).to(dtype).unflatten(0, (len(both), self.group))
         return torch.addcmul(zeros, values, scales, out=values).flatten(0, 1)
 
@@ -300,7 +300,7 @@ def multiply_each(parts: Sequence[Tensor], matrices: Sequence[nn.Module | Tensor
         return torch.cat([linear(x, matrix) for x, matrix in zip(parts, matrices, strict=True)])
     # All are put in order at once: each by itself costs a fifth more in all, where parts have few rows.
     y = torch.cat([matrix._multiply_packed(x) for x, matrix in zip(parts, packed, strict=True)])
-    return _in_order(y)[:, : packed[0].shape[0]]
+    return _from_block_order(y)[:, : packed[0].shape[0]]
 
 
 class StackedMatrix(nn.Module):
@@ -324,9 +324,9 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 `[n, k]` and steps `[n, 1]` of float32 `[n, k]`: the largest value of a row becomes 127."""
-    steps = x.abs().amax(1, keepdim=True).mul_(1 / 127).clamp_(min=SMALLEST)
-    return (x / steps).round_().to(torch.int8), steps
+    """Codes int8 `[n, k]` and scales `[n, 1]` of float32 `[n, k]`: the largest value of a row becomes 127."""
+    scales = x.abs().amax(1, keepdim=True).mul_(1 / 127).clamp_(min=LEAST_SCALE)
+    return (x / scales).round_().to(torch.int8), scales
 
 
 def _round_groups(values: Tensor, group: int, dtype: torch.dtype) -> Codes:
@@ -334,19 +334,19 @@ def _round_groups(values: Tensor, group: int, dtype: torch.dtype) -> Codes:
     scales and zeros as `dtype` has them."""
     grouped = values.unflatten(1, (-1, group))
     low, high = grouped.aminmax(dim=2, keepdim=True)
-    scales = ((high - low) / 15).clamp_(min=SMALLEST).to(dtype)
+    scales = ((high - low) / 15).clamp_(min=LEAST_SCALE).to(dtype)
     zeros = (low + 8 * scales.float()).to(dtype)
     codes = ((grouped - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15).to(torch.uint8)
     return Codes(codes.flatten(1), scales.squeeze(2), zeros.squeeze(2))
 
 
-def _in_block_order(rows: Tensor) -> Tensor:
+def _to_block_order(rows: Tensor) -> Tensor:
     """Even rows of each block before its odd ones. torch packs row i of a block with row i + BLOCK / 2 in a byte;
     so neighbours share a byte, and what is unpacked is in order."""
     return rows.unflatten(0, (-1, BLOCK // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _in_order(columns: Tensor) -> Tensor:
+def _from_block_order(columns: Tensor) -> Tensor:
     """`[n, outputs]` in block order -> in order."""
     blocks = columns.reshape(len(columns), columns.shape[1] // BLOCK, 2, BLOCK // 2)
     return blocks.transpose(2, 3).reshape(columns.shape)
@@ -362,11 +362,11 @@ def _unpack_codes(packed: Tensor) -> Tensor:
 
 
 @functools.cache
-def _unpacks() -> bool:
+def _can_unpack() -> bool:
     """Whether torch packs 4-bit codes for this CPU, with AVX-512 or AVX2, in the order that `_unpack_codes` knows. If
     not, its kernel computes all rows."""
     codes = torch.arange(2 * BLOCK * 32).view(2 * BLOCK, 32).mul_(7).remainder_(16).int()
-    packed = torch._convert_weight_to_int4pack_for_cpu(_in_block_order(codes), 1).view(2, 32, BLOCK // 2)
+    packed = torch._convert_weight_to_int4pack_for_cpu(_to_block_order(codes), 1).view(2, 32, BLOCK // 2)
     return torch.equal(_unpack_codes(packed).T, codes.to(torch.bfloat16) - 8)
 
 

@@ -48,6 +48,14 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if end is not None and end <= start:
             raise ValueError(f"end is {end:g}, not more than the {start:g} of start")
 
+    def limited(self, max_frames: int, unset: int) -> "VideoSampling":
+        """This sampling with at most `max_frames` frames, at least one; and with `unset` where it sets no number."""
+        if self.num_frames is not None:
+            count = unset if self.num_frames == -1 else self.num_frames
+            return msgspec.structs.replace(self, num_frames=min(count, max_frames))
+        greatest, least = min(self.max_frames or unset, max_frames), min(self.min_frames or 1, max_frames)
+        return msgspec.structs.replace(self, max_frames=greatest, min_frames=least)
+
     def window(self, times: Sequence[float]) -> range:
         """Returns the indices of the frames displayed from `start` up to `end`; never empty. `times` are all frames'
         times in seconds, ascending, at least one. Raises ValueError, whose text is safe for a client, when the video
@@ -76,5 +84,5 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             count = max(count // self.frame_factor * self.frame_factor, 1)
         if count is None or not 0 < count < len(window):
             return np.arange(window.start, window.stop)
-        places = np.linspace(window.start, window.stop - 1, count)
-        return (places.round() if self.fps is not None else places).astype(np.int64)
+        spread = np.linspace(window.start, window.stop - 1, count)
+        return (spread.round() if self.fps is not None else spread).astype(np.int64)

@@ -20,16 +20,23 @@ import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.fair_places import FairPlaces
+from mini_engine.fair_semaphore import FairSemaphore
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
 from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
-from mini_engine.media.settings import hash_key
-from mini_engine.media.sources import fetch as sources
+from mini_engine.media.sources.fetch import (
+    Frames,
+    declared_size,
+    fetch_data,
+    fetch_frames,
+    has_frames,
+    is_http_url,
+    is_local_file,
+)
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import read_file
-from mini_engine.media.sources.policy import MediaPolicy, Received
+from mini_engine.media.sources.policy import CountBytes, MediaPolicy
 from mini_engine.protocol.api_errors import ItemError, MediaError
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
@@ -38,7 +45,7 @@ from mini_engine.protocol.request_clock import RequestClock
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SettingsPair = tuple[MediaSettings, MediaSettings]  # see `Candidates`
+SettingsPair = tuple[MediaSettings, MediaSettings]  # of the largest and of the fitted item: see `Candidates`
 FetchGroup = list[tuple[MediaRef, SettingsPair]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
@@ -47,32 +54,33 @@ MAX_DOWNLOADS = 32  # connections of one API server at once, and as many again o
 START_SECONDS = 60.0  # for the threads of a pool
 
 
-class MediaContent(str):
-    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again. A
-    text, since all that looks at URLs must find the kind of the item there: a `data:` URL without data."""
+class ContentUrl(str):
+    """A `data:` URL that stands for an item's content, as it was fetched or as its name means it. In a `MediaRef` it
+    replaces the URL, so that the item is not fetched again. As a text it is what stands before the data, which tells
+    images, videos and frames apart, as of other URLs."""
 
     digest: bytes
     data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
-    frames: sources.Frames | None  # `data` are the images of a video, one after another
-    source: str  # the URL of that file, or of another server; empty for others
+    frames: Frames | None  # `data` are the images of a video, one after another
+    source: str  # the `file://` or `http(s)://` URL that it was fetched from; empty for others
 
     @classmethod
-    def of(cls, ref: MediaRef, digest: bytes, data: bytes | None = None, frames: sources.Frames | None = None) -> Self:
-        content = cls(f"data:{ref.modality}/{'jpeg' if sources.has_frames(ref.url) else ''};base64,")
+    def of(cls, ref: MediaRef, digest: bytes, data: bytes | None = None, frames: Frames | None = None) -> Self:
+        content = cls(f"data:{ref.modality}/{'jpeg' if has_frames(ref.url) else ''};base64,")
         content.digest, content.data, content.frames = digest, data, frames
-        content.source = ref.url if sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url) else ""
+        content.source = ref.url if is_http_url(ref.url) or is_local_file(ref.url) else ""
         return content
 
     @property
     def is_absent(self) -> bool:
         """It is known by name: only engines may have it."""
-        return self.data is None and not sources.is_local_file(self.source)
+        return self.data is None and not is_local_file(self.source)
 
 
-def origin_of(url: str) -> str:
-    """The URL from which another server sends, or has sent, this; empty for others."""
-    source = url.source if isinstance(url, MediaContent) else url
-    return source if sources.is_elsewhere(source) else ""
+def download_url_of(url: str) -> str:
+    """The `http(s)://` URL from which this is, or was, downloaded; empty for others."""
+    source = url.source if isinstance(url, ContentUrl) else url
+    return source if is_http_url(source) else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +88,7 @@ class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
     ref: MediaRef  # its URL is `content`
-    content: MediaContent
+    content: ContentUrl
     settings: MediaSettings
     media_hash: bytes
 
@@ -97,7 +105,7 @@ class Candidates(NamedTuple):
         return self.largest.ref
 
     @property
-    def content(self) -> MediaContent:
+    def content(self) -> ContentUrl:
         return self.largest.content
 
 
@@ -111,11 +119,11 @@ class _Processed:
 
 
 @dataclass(eq=False)
-class _Flight:
+class _SharedWork:
     """The decoding and processing of one hash, for all requests that ask for it meanwhile. It is cancelled when the
     last of them has left."""
 
-    work: asyncio.Future[_Processed]
+    result: asyncio.Future[_Processed]
     waiters: int = 0
 
 
@@ -133,38 +141,38 @@ class MediaLoader:
         self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
-        self._downloads = FairPlaces(MAX_DOWNLOADS, slow_places=MAX_DOWNLOADS)
-        self._flights: dict[bytes, _Flight] = {}
+        self._downloads = FairSemaphore(MAX_DOWNLOADS, slow_limit=MAX_DOWNLOADS)
+        self._shared: dict[bytes, _SharedWork] = {}  # by media hash
         if policy.allowed_hosts:
             tls_context()
 
     async def fetch(
-        self, refs: Sequence[MediaRef], settings: Iterable[SettingsPair], received: Received, client: bytes
+        self, refs: Sequence[MediaRef], settings: Iterable[SettingsPair], count_bytes: CountBytes, client: bytes
     ) -> list[Candidates]:
         """The items in the order of `refs`, hashed with both `settings` of each. Cancelling it, or the failure of one
         item, ends the work on the others. What is there several times, under one `name`, is fetched
         once; so is a URL with a `uuid`, of which two downloads could differ.
 
-        `received` is called with the most bytes of all items that no other server has, before anything is fetched, and
-        with the size of each block of a download before the block is stored; what it raises ends all. Raises
+        `count_bytes` is called with the most bytes of all items that are not downloaded, before anything is fetched,
+        and with the size of each block of a download before the block is stored; what it raises ends all. Raises
         MediaError: an item cannot be fetched, or has a name alone, which is not resolved.
         """
         if unknown := [ref.name for ref in refs if not ref.url]:
             raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
 
         def known_bytes() -> int:
-            urls = {ref.name: origin_of(ref.url) or ref.url for ref in refs}
-            return sum(sources.declared_size(url, self.policy, name) or 0 for name, url in urls.items())
+            urls = {ref.name: download_url_of(ref.url) or ref.url for ref in refs}
+            return sum(declared_size(url, self.policy, name) or 0 for name, url in urls.items())
 
-        has_files = any(sources.is_local_file(ref.url) for ref in refs)  # whose file system may block
+        has_files = any(is_local_file(ref.url) for ref in refs)  # whose file system may block
         loop = asyncio.get_running_loop()
-        received(await loop.run_in_executor(self._reading, known_bytes) if has_files else known_bytes())
+        count_bytes(await loop.run_in_executor(self._reading, known_bytes) if has_files else known_bytes())
         groups: dict[str, FetchGroup] = {}
         distinct = {ref.name: (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
         for name, item in distinct.items():  # those that take no time share a task, which costs more than many of them
-            url = item[0].uuid and origin_of(item[0].url)
+            url = item[0].uuid and download_url_of(item[0].url)
             groups.setdefault((url or name) if _is_slow(item[0]) else "", []).append(item)
-        fetched = await _all(self._fetch(group, received, client) for group in groups.values())
+        fetched = await _gather_all(self._fetch(group, count_bytes, client) for group in groups.values())
         items = {item.ref.name: item for group in fetched for item in group}
         return [items[ref.name] for ref in refs]
 
@@ -186,7 +194,7 @@ class MediaLoader:
             return {}
         began = time.monotonic()
         clock.enter("media_decode")
-        processed = await _all(self._share_work(item, owner) for item in distinct.values())
+        processed = await _gather_all(self._share_work(item, owner) for item in distinct.values())
         clock.enter("other")
         processing = sum(result.processing for result in processed)
         share = processing / (processing + sum(result.decoding for result in processed))
@@ -200,60 +208,60 @@ class MediaLoader:
         self.decoders.close()
 
     async def _share_work(self, item: FetchedItem, owner: str) -> _Processed:
-        flight = self._flights.get(item.media_hash)
-        if flight is None:
-            flight = _Flight(asyncio.ensure_future(self._decode_and_process(item, owner)))
-            self._flights[item.media_hash] = flight
-        flight.waiters += 1
+        shared = self._shared.get(item.media_hash)
+        if shared is None:
+            shared = _SharedWork(asyncio.ensure_future(self._decode_and_process(item, owner)))
+            self._shared[item.media_hash] = shared
+        shared.waiters += 1
         try:
-            return await asyncio.shield(flight.work)
+            return await asyncio.shield(shared.result)
         except ItemError as error:
             # The request that started the work may call the item by another name.
             raise error if error.item == item.ref.name else type(error)(item.ref.name, error.problem) from error
         finally:
-            flight.waiters -= 1
-            if not flight.waiters:
-                flight.work.cancel()
-                del self._flights[item.media_hash]
+            shared.waiters -= 1
+            if not shared.waiters:
+                shared.result.cancel()
+                del self._shared[item.media_hash]
 
-    async def _fetch(self, group: FetchGroup, received: Received, client: bytes) -> list[Candidates]:
+    async def _fetch(self, group: FetchGroup, count_bytes: CountBytes, client: bytes) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
-        if sources.is_elsewhere(first.url):
+        if is_http_url(first.url):
             with await self._downloads.acquire(client):
-                download = await fetch_http(first.url, self.policy, first.name, received)
+                download = await fetch_http(first.url, self.policy, first.name, count_bytes)
 
-        def fetched() -> list[Candidates]:
+        def read_group() -> list[Candidates]:
             return [self._read(ref, settings, download) for ref, settings in group]
 
         if not _is_slow(first) and sum(len(ref.url) + ITEM_CHARACTERS for ref, _ in group) <= INLINE_CHARACTERS:
-            return fetched()
-        return await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
+            return read_group()
+        return await asyncio.get_running_loop().run_in_executor(self._reading, read_group)
 
     def _read(self, ref: MediaRef, settings: SettingsPair, download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
         url, policy, name, is_video = ref.url, self.policy, ref.name, ref.modality == "video"
-        if isinstance(url, MediaContent):
+        if isinstance(url, ContentUrl):
             content = url
-        elif is_video and sources.has_frames(url):
+        elif is_video and has_frames(url):
             limits, own = self.decoders.limits, settings[0]
-            data, frames = sources.fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
-            content = MediaContent.of(ref, content_digest(data, frames.sizes), data, frames)
+            data, frames = fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
+            content = ContentUrl.of(ref, content_digest(data, frames.sizes), data, frames)
         elif is_video and settings[0].timestamps:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
-        elif sources.is_local_file(url):
+        elif is_local_file(url):
             known, digest = read_file(url, policy, name)
-            content = MediaContent.of(ref, digest, known)
+            content = ContentUrl.of(ref, digest, known)
         else:
-            data = sources.fetch_data(url, policy, name) if download is None else download
-            content = MediaContent.of(ref, content_digest(data), data)
+            data = fetch_data(url, policy, name) if download is None else download
+            content = ContentUrl.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
 
-        def hashed(own: MediaSettings) -> FetchedItem:
-            return FetchedItem(ref, content, own, media_hash(content.digest, hash_key(own, ref.modality)))
+        def with_settings(own: MediaSettings) -> FetchedItem:
+            return FetchedItem(ref, content, own, media_hash(content.digest, own.hash_key(ref.modality)))
 
-        item = hashed(settings[0])
-        return Candidates(item, item if settings[1] is settings[0] else hashed(settings[1]))
+        item = with_settings(settings[0])
+        return Candidates(item, item if settings[1] is settings[0] else with_settings(settings[1]))
 
     def _read_again(self, item: FetchedItem) -> bytes:
         name = item.ref.name
@@ -298,10 +306,10 @@ class MediaLoader:
 
 def _is_slow(ref: MediaRef) -> bool:
     """Whether it is downloaded, read from a file, or of a `data:` URL that stayed where it arrived."""
-    return isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
+    return isinstance(ref.url, DataUrl) or is_http_url(ref.url) or is_local_file(ref.url)
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. The first failure, or a cancellation, cancels the rest."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:

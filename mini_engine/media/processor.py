@@ -6,6 +6,7 @@ nothing of prompts, but how many tokens an item takes there. transformers takes 
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import re
@@ -24,7 +25,7 @@ from mini_engine.messages import ItemFacts, Modality
 from mini_engine.model.architectures import find_spec
 
 Kwargs = Mapping[str, Any]
-Calls = Mapping[Modality, Kwargs]
+Arguments = Mapping[Modality, Kwargs]  # of the processor's image and video halves
 
 TIME_TOKENS = 12  # that it takes to write the time of a step
 EDGES = ("shortest_edge", "longest_edge")  # transformers' names of the bounds on an item's pixels
@@ -36,12 +37,20 @@ class MediaSettings:
     """How media are sampled and processed: by the model itself, by the server, or for one request."""
 
     sampling: VideoSampling
-    calls: Calls  # the arguments of the processor's two halves
+    arguments: Arguments
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
     # A part's min_pixels, max_pixels and total_pixels. Of a video they are of its frames, as qwen_vl_utils has it.
     bounds: Mapping[str, int] = field(default_factory=dict)
     timestamps: list[float] | None = None  # of each frame, of a video that is sent as frames
     cache_salt: str | None = None  # for the media hash alone
+
+    def hash_key(self, modality: Modality) -> bytes:
+        """What a media hash covers of an item beside its bytes; not the model, of which a server has one."""
+        arguments = [self.arguments[modality].get(name) for name in ("size", *FORWARDED)]
+        of_videos = [repr(self.sampling), self.video_tokens, self.timestamps, self.bounds]
+        # JSON separates the parts: no two different lists have the same text.
+        parts = [modality, arguments, of_videos if modality == "video" else [], self.cache_salt]
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=32).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +64,7 @@ class ProcessedItem:
 
 class MediaProcessor:
     """The image and video halves of a model's processor. Safe to call from several threads at once. `hf_processor` is
-    the whole, with tokenizer and chat template; `calls` have the model's own settings."""
+    the whole, with tokenizer and chat template; `arguments` have the model's own settings."""
 
     def __init__(self, model_dir: str | Path, trust_remote_code: bool = False, device: str | None = None) -> None:
         """Loads the processor. Raises ValueError. `device` is torch's name of the device on which frames become patches
@@ -75,8 +84,8 @@ class MediaProcessor:
         self.step = self._video.temporal_patch_size  # frames that become one step in time
         self.patch_size = self._video.patch_size  # pixels
         self.token_pixels = (self.patch_size * self._video.merge_size) ** 2  # of each frame, for a token
-        video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
-        self.calls: Calls = {"image": _call(self._image, device), "video": video}
+        video = _arguments_of(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
+        self.arguments: Arguments = {"image": _arguments_of(self._image, device), "video": video}
 
     def check_sizes(self, *model_sizes: int) -> None:
         """Raises ValueError: the model has another patch size, temporal patch size or merge size."""
@@ -97,7 +106,7 @@ class MediaProcessor:
     def process_image(self, frame: NDArray[np.uint8], settings: MediaSettings) -> ProcessedItem:
         """Processes one image, uint8 [H, W, 3]."""
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        out = _run(self._image, pixels, settings.calls["image"])
+        out = _run(self._image, pixels, settings.arguments["image"])
         return self._item("image", out["pixel_values"], out["image_grid_thw"])
 
     def process_video(self, frames: NDArray[np.uint8], video: VideoFacts, settings: MediaSettings) -> ProcessedItem:
@@ -115,8 +124,12 @@ class MediaProcessor:
         if len(pixels) < step:
             # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
             pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
-        call = {**settings.calls["video"], "video_metadata": [metadata], "size": self._bounds(len(pixels), settings)}
-        out = _run(self._video, pixels, call)
+        arguments = {
+            **settings.arguments["video"],
+            "video_metadata": [metadata],
+            "size": self._bounds(len(pixels), settings),
+        }
+        out = _run(self._video, pixels, arguments)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = step / out["video_metadata"][0].sampled_fps
         token = self.hf_processor.video_token
@@ -127,7 +140,7 @@ class MediaProcessor:
     def _bounds(self, frames: int, settings: MediaSettings) -> dict[str, int]:
         """The bounds on the pixels of each frame, with Qwen3-VL of all frames, so that the tokens suffice. As
         qwen_vl_utils has it, each frame gets an even share, but at least 1.05 times the least size."""
-        low, high = (settings.calls["video"]["size"][edge] for edge in EDGES)
+        low, high = (settings.arguments["video"]["size"][edge] for edge in EDGES)
         bounds, steps, total = settings.bounds, math.ceil(frames / self.step), settings.bounds.get("total_pixels")
         if self.defaults.bounds_whole_video:
             low = bounds.get("min_pixels", 0) * frames or low
@@ -153,12 +166,12 @@ class MediaProcessor:
         return ProcessedItem(facts, patches.contiguous(), missing)
 
 
-def _run(half: Any, pixels: torch.Tensor, call: Kwargs) -> Any:
+def _run(half: Any, pixels: torch.Tensor, arguments: Kwargs) -> Any:
     """The output of one half of the processor: on the device, or on the CPU if the device's memory is full."""
     with contextlib.suppress(torch.OutOfMemoryError):
-        return half([pixels], **call)
+        return half([pixels], **arguments)
     metrics.ipc_fallbacks_total.labels("processor_memory").inc()
-    return half([pixels], **{**call, "device": "cpu"})
+    return half([pixels], **{**arguments, "device": "cpu"})
 
 
 @contextlib.contextmanager
@@ -171,11 +184,11 @@ def _explained(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {why}; copy the processor files from the model's source") from error
 
 
-def _call(half: Any, device: str | None) -> dict[str, Any]:
+def _arguments_of(half: Any, device: str | None) -> dict[str, Any]:
     """The arguments of one half of the processor: its own settings that can be tuned, and what keeps patches uint8."""
-    call = {name: getattr(half, name) for name in FORWARDED if hasattr(half, name)}
-    if "cap_pixels_per_frame" in call:
-        call["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
-    call |= {"size": {edge: half.size[edge] for edge in EDGES}}
-    call |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
-    return call | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high
+    arguments = {name: getattr(half, name) for name in FORWARDED if hasattr(half, name)}
+    if "cap_pixels_per_frame" in arguments:
+        arguments["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
+    arguments |= {"size": {edge: half.size[edge] for edge in EDGES}}
+    arguments |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
+    return arguments | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high

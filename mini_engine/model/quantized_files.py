@@ -1,7 +1,7 @@
 """How the files of a quantised checkpoint store a matrix of `[outputs, inputs]`, and reading a rank's part of one.
 
 Numbers of 4 bits lie eight to an int32, and those of 8 bits four, the first in the lowest bits, but for AWQ's order.
-The tensors in 4 bits, by the end of their names, with G groups of inputs; in 8 bits there are twice as many words:
+The tensors in 4 bits, by the suffix of their names, with G groups of inputs; in 8 bits there are twice as many words:
 
 | | codes | scales | zero points |
 |---|---|---|---|
@@ -32,7 +32,7 @@ from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantiza
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
 RUN_VALUES = 4 << 20  # weights decoded at once
-# The codes, by the end of their name, and in which dtypes, and what else is not float.
+# The suffixes of codes, and in which dtypes they are; then all that is not float.
 CODES = {"qweight": ("I32",), "weight_packed": ("I32",), "weight": ("I8", "F8_E4M3")}
 INTEGERS = CODES | {"qzeros": ("I32",), "weight_zero_point": ("I32",), "weight_shape": ("I64", "I32")}
 # What is read beside, and scales of activations, which are quantised by their own values here.
@@ -41,7 +41,7 @@ UNUSED = ("g_idx", "weight_shape", "input_scale", "input_zero_point", "activatio
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A quantised matrix in the files: its name, without `.weight`, and its tensors by the ends of their names."""
+    """A quantised matrix in the files: its name, without `.weight`, and its tensors by the suffixes of their names."""
 
     name: str
     tensors: Mapping[str, Stored]
@@ -49,20 +49,20 @@ class StoredMatrix:
 
     @property
     def codes(self) -> Stored:
-        return self.tensors[self._end]
+        return self.tensors[self._codes_suffix]
 
     @property
     def kind(self) -> MatrixKind:
         if self.bits == 8:
             return MatrixKind(8)
-        return MatrixKind(4, self._group)
+        return MatrixKind(4, self._group_size)
 
     @property
     def bits(self) -> int:
         """Of a code, by the shapes, since a config may name some matrices for 4 and others for 8; 0: neither."""
-        if self._end == "weight":
+        if self._codes_suffix == "weight":
             return 8
-        if self._end == "weight_packed":
+        if self._codes_suffix == "weight_packed":
             count, words = self.shape[1], self.codes.shape[1]
         else:
             count, words = self.tensors["scales"].shape[1], self.tensors["qzeros"].shape[1]
@@ -70,65 +70,65 @@ class StoredMatrix:
         return next((bits for bits in read if -(-count * bits // 32) == words), 0)
 
     @property
-    def _group(self) -> int:
+    def _group_size(self) -> int:
         """Inputs that share a scale."""
-        scales = self.tensors[self._scale].shape
-        if self._end == "weight":
+        scales = self.tensors[self._scales_suffix].shape
+        if self._codes_suffix == "weight":
             return self.config.block[1] if len(scales) == 2 and scales[1] > 1 else self.shape[1]
-        return self.shape[1] // (scales[1] if self._end == "weight_packed" else scales[0])
+        return self.shape[1] // (scales[1] if self._codes_suffix == "weight_packed" else scales[0])
 
     @cached_property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
         first, last = self.codes.shape
-        if self._end == "weight":
+        if self._codes_suffix == "weight":
             return first, last
-        if self._end == "weight_packed":
+        if self._codes_suffix == "weight_packed":
             return first, int(read_tensor(self.tensors["weight_shape"])[-1])
-        each = 32 // self.bits
-        return (each * last, first) if self.config.method == "awq" else (last, each * first)
+        per_word = 32 // self.bits
+        return (per_word * last, first) if self.config.method == "awq" else (last, per_word * first)
 
     def problems(self) -> list[str]:
         """In words: tensors of it that are missing, do not belong to its format, or have a wrong dtype or shape."""
         beside = {"qweight": ["qzeros"], "weight_packed": ["weight_shape"]}
-        ends = [self._end, self._scale, *beside.get(self._end, [])]
-        if self._end == "weight_packed" and (self.config.is_asymmetric or "weight_zero_point" in self.tensors):
-            ends.append("weight_zero_point")
-        if missing := [end for end in ends if end not in self.tensors]:
-            return [f"{self.name}.{end} is missing" for end in missing]
-        others = self.tensors.keys() - {*ends, *UNUSED, "bias"}
-        problems = [f"{self.name}.{end} beside {self._end}" for end in sorted(others)]
-        for end in ends:
-            stored = self.tensors[end]
-            dtypes, axes = INTEGERS.get(end, tuple(FLOATS)), 1 if end == "weight_shape" else 2
+        suffixes = [self._codes_suffix, self._scales_suffix, *beside.get(self._codes_suffix, [])]
+        if self._codes_suffix == "weight_packed" and (self.config.is_asymmetric or "weight_zero_point" in self.tensors):
+            suffixes.append("weight_zero_point")
+        if missing := [suffix for suffix in suffixes if suffix not in self.tensors]:
+            return [f"{self.name}.{suffix} is missing" for suffix in missing]
+        others = self.tensors.keys() - {*suffixes, *UNUSED, "bias"}
+        problems = [f"{self.name}.{suffix} beside {self._codes_suffix}" for suffix in sorted(others)]
+        for suffix in suffixes:
+            stored = self.tensors[suffix]
+            dtypes, axes = INTEGERS.get(suffix, tuple(FLOATS)), 1 if suffix == "weight_shape" else 2
             if stored.dtype not in dtypes or (
-                len(stored.shape) != axes and (self._end, end) != ("weight", self._scale)
+                len(stored.shape) != axes and (self._codes_suffix, suffix) != ("weight", self._scales_suffix)
             ):
-                problems.append(f"{self.name}.{end} is {stored.dtype} {stored.shape}")
+                problems.append(f"{self.name}.{suffix} is {stored.dtype} {stored.shape}")
         return problems or self._wrong_shapes()
 
     def _wrong_shapes(self) -> list[str]:
         if not self.bits:
-            end = "qzeros" if self._end == "qweight" else self._end
-            return [f"{self.name}.{end} is {self.tensors[end].shape}, not of 4 or 8 bits"]
-        (outputs, inputs), scales = self.shape, self.tensors[self._scale].shape
-        if self._end == "weight":
+            suffix = "qzeros" if self._codes_suffix == "qweight" else self._codes_suffix
+            return [f"{self.name}.{suffix} is {self.tensors[suffix].shape}, not of 4 or 8 bits"]
+        (outputs, inputs), scales = self.shape, self.tensors[self._scales_suffix].shape
+        if self._codes_suffix == "weight":
             height, width = self.config.block
             allowed = [(-(-outputs // height), -(-inputs // width)), (outputs, 1), (outputs,), (), (1,), (1, 1)]
-            return [] if scales in allowed else [f"{self.name}.{self._scale} is {scales}, not one of {allowed}"]
-        by_outputs, each = self._end == "weight_packed", 32 // self.bits
+            return [] if scales in allowed else [f"{self.name}.{self._scales_suffix} is {scales}, not one of {allowed}"]
+        by_outputs, per_word = self._codes_suffix == "weight_packed", 32 // self.bits
         groups = scales[1] if by_outputs else scales[0]
         group = inputs // groups if groups and inputs % groups == 0 else 0
         allowed_groups = {min(size, inputs) if size > 0 else inputs for size in self.config.groups}  # -1, 0: all inputs
         if not group or (allowed_groups and group not in allowed_groups):
             sizes = ", ".join(map(str, sorted(self.config.groups))) or "none"
             return [f"{self.name} has {inputs} inputs in {groups} groups (group_size: {sizes})"]
-        wanted = {self._scale: (outputs, groups) if by_outputs else (groups, outputs)}
-        wanted |= {"qzeros": (groups, outputs // each), "weight_zero_point": (-(-outputs // each), groups)}
+        wanted = {self._scales_suffix: (outputs, groups) if by_outputs else (groups, outputs)}
+        wanted |= {"qzeros": (groups, outputs // per_word), "weight_zero_point": (-(-outputs // per_word), groups)}
         return [
-            f"{self.name}.{end} is {self.tensors[end].shape}, not {shape}"
-            for end, shape in wanted.items()
-            if end in self.tensors and self.tensors[end].shape != shape
+            f"{self.name}.{suffix} is {self.tensors[suffix].shape}, not {shape}"
+            for suffix, shape in wanted.items()
+            if suffix in self.tensors and self.tensors[suffix].shape != shape
         ]
 
     def parts(self, rows: slice, columns: slice, unit: int) -> Iterator[tuple[slice, Tensor | Codes]]:
@@ -147,7 +147,7 @@ class StoredMatrix:
     def _decode(self, codes: Tensor, scales: Tensor, zero_points: Tensor, columns: slice, unit: int) -> Tensor | Codes:
         """Values of some rows in these columns, from their codes there, and all their scales and zero points."""
         if self.bits == 4:
-            of_unit = torch.arange(columns.start, columns.stop, unit) // self._group
+            of_unit = torch.arange(columns.start, columns.stop, unit) // self._group_size
             scales = scales[:, of_unit]
             return Codes(codes, scales, (8 - zero_points[:, of_unit]) * scales)
         if codes.dtype is torch.uint8:
@@ -155,70 +155,70 @@ class StoredMatrix:
         is_shifted = bool(zero_points.any())
         if codes.dtype is torch.int8 and scales.shape[1] == 1 and not is_shifted:
             return Codes(codes, scales)
-        of_column, values = torch.arange(columns.start, columns.stop) // self._group, codes.float()
+        of_column, values = torch.arange(columns.start, columns.stop) // self._group_size, codes.float()
         if is_shifted:
             values -= zero_points[:, of_column]
         return values.mul_(scales[:, of_column])
 
     @property
-    def _end(self) -> str:
-        return next(end for end in CODES if end in self.tensors)
+    def _codes_suffix(self) -> str:
+        """`qweight` (awq and gptq), `weight_packed` (pack-quantized), or `weight` (8 bits, not packed)."""
+        return next(suffix for suffix in CODES if suffix in self.tensors)
 
     @property
-    def _scale(self) -> str:
-        """The end of the name of its scales."""
-        if self._end == "qweight":
+    def _scales_suffix(self) -> str:
+        if self._codes_suffix == "qweight":
             return "scales"
         return "weight_scale_inv" if "weight_scale_inv" in self.tensors else "weight_scale"
 
     def _scales(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Scales and zero points, float32 `[rows, groups]`."""
-        if self._end == "weight":
-            scales, outputs = read_tensor(self.tensors[self._scale]).float(), self.shape[0]
+        if self._codes_suffix == "weight":
+            scales, outputs = read_tensor(self.tensors[self._scales_suffix]).float(), self.shape[0]
             scales = scales.view(-1, 1) if scales.ndim < 2 else scales
             is_blocks = scales.shape[1] > 1 or 1 < len(scales) < outputs
             height = self.config.block[0] if is_blocks else outputs // len(scales)
             scales = scales[torch.arange(rows.start, rows.stop) // height]
             return scales, torch.zeros_like(scales)
-        scales = self._by_outputs(self._scale)[rows].float()
+        scales = self._read_by_outputs(self._scales_suffix)[rows].float()
         if "g_idx" in self.tensors:
             order = read_tensor(self.tensors["g_idx"])
-            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self._group):
+            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self._group_size):
                 raise CheckpointError(f"{self.name}.g_idx reorders the inputs (desc_act), which is not supported")
-        end = "qzeros" if self._end == "qweight" else "weight_zero_point"
-        if end not in self.tensors:
+        suffix = "qzeros" if self._codes_suffix == "qweight" else "weight_zero_point"
+        if suffix not in self.tensors:
             return scales, torch.full_like(scales, 1 << self.bits - 1)
-        return scales, self._unpack_outputs(self._by_outputs(end), rows).float() + self.config.is_shifted
+        return scales, self._unpack_outputs(self._read_by_outputs(suffix), rows).float() + self.config.is_shifted
 
-    def _by_outputs(self, end: str) -> Tensor:
-        """The tensor whose name ends so; its rows are outputs, or words of several."""
-        tensor = read_tensor(self.tensors[end])
-        return tensor.T if self._end == "qweight" else tensor
+    def _read_by_outputs(self, suffix: str) -> Tensor:
+        """The tensor with this suffix; its rows are outputs, or words of several."""
+        tensor = read_tensor(self.tensors[suffix])
+        return tensor.T if self._codes_suffix == "qweight" else tensor
 
     def _words(self, columns: slice) -> tuple[Tensor | None, int]:
         """The words of a `qweight` with these columns, by outputs, and the first column in them; None for others. They
         lie input by input and hold all outputs: they are read at once, a byte at most for each weight."""
-        if self._end != "qweight":
+        if self._codes_suffix != "qweight":
             return None, 0
-        each = 1 if self.config.method == "awq" else 32 // self.bits  # inputs in a word
-        first = columns.start // each
-        return read_tensor(self.codes, slice(first, -(-columns.stop // each))).T, first * each
+        per_word = 1 if self.config.method == "awq" else 32 // self.bits  # inputs in a word
+        first = columns.start // per_word
+        return read_tensor(self.codes, slice(first, -(-columns.stop // per_word))).T, first * per_word
 
     def _codes(self, rows: slice, words: Tensor | None) -> Tensor:
         """uint8, of these rows and all columns of the `words`, or without them of the file; or as they are stored."""
         if words is None:
             stored = read_tensor(self.codes, rows)
-            return stored if self._end == "weight" else _unpack(stored, self.bits)
+            return stored if self._codes_suffix == "weight" else _unpack(stored, self.bits)
         return self._unpack_outputs(words, rows) if self.config.method == "awq" else _unpack(words[rows], self.bits)
 
     def _unpack_outputs(self, words: Tensor, rows: slice) -> Tensor:
         """uint8 `[rows, n]` of words that hold several outputs each, `[outputs / 8, n]`."""
-        each = 32 // self.bits
-        first = rows.start // each
-        codes = _unpack(words[first : -(-rows.stop // each)].T, self.bits)
+        per_word = 32 // self.bits
+        first = rows.start // per_word
+        codes = _unpack(words[first : -(-rows.stop // per_word)].T, self.bits)
         if self.config.method == "awq":
-            codes = codes.unflatten(1, (-1, each))[:, :, AWQ_ORDER].flatten(1)
-        return codes[:, rows.start - first * each : rows.stop - first * each].T
+            codes = codes.unflatten(1, (-1, per_word))[:, :, AWQ_ORDER].flatten(1)
+        return codes[:, rows.start - first * per_word : rows.stop - first * per_word].T
 
 
 def find_weights(
@@ -235,16 +235,16 @@ def find_weights(
         return {**tensors}
     members: dict[str, dict[str, Stored]] = {}
     for name, stored in tensors.items():
-        module, _, end = name.rpartition(".")
-        members.setdefault(module, {})[end] = stored
+        module, _, suffix = name.rpartition(".")
+        members.setdefault(module, {})[suffix] = stored
     weights: dict[str, Stored | StoredMatrix] = {**tensors}
     problems: list[str] = []
-    for module, ends in members.items():
-        if any(end in ends and ends[end].dtype not in FLOATS for end in CODES):
-            matrix = StoredMatrix(module, ends, config)
+    for module, by_suffix in members.items():
+        if any(suffix in by_suffix and by_suffix[suffix].dtype not in FLOATS for suffix in CODES):
+            matrix = StoredMatrix(module, by_suffix, config)
             problems += matrix.problems()
-            for end in ends.keys() - {"bias"}:
-                del weights[f"{module}.{end}"]
+            for suffix in by_suffix.keys() - {"bias"}:
+                del weights[f"{module}.{suffix}"]
             weights[f"{module}.weight"] = matrix
     if problems:
         raise CheckpointError(

@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,11 +22,6 @@ from mini_engine.transport.page_allocator import PAGE_BYTES, Extent, PageAllocat
 
 # Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused.
 Pin = Callable[[int, int], Callable[[], object] | None]
-
-
-def checksum(content: torch.Tensor) -> int:
-    """CRC-32 of `content` (uint8, one dimension, CPU)."""
-    return zlib.crc32(content.numpy().data)
 
 
 class WritableMemory:
@@ -142,7 +136,7 @@ class Arena:
         self._freed.set()
 
     def discard(self, extents: Sequence[Extent]) -> None:
-        """Never reuse these: a rank may still read them after its stream ended."""
+        """Never free these: a rank may still read them after its stream ended."""
         self._discarded += sum(count for _, count in extents)
         self._freed.set()
 

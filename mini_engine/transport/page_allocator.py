@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 PAGE_BYTES = 64 << 10
-HIGH_WATER_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
+HIGH_WATER_STEP = (64 << 20) // PAGE_BYTES  # pages by which the high-water mark rises
 Extent = tuple[int, int]  # first page, and number of pages
 
 
@@ -20,9 +20,9 @@ def pages_for(nbytes: int) -> int:
 
 
 class PageAllocator:
-    """Allocates pages 0 .. `mark` (the high-water mark) of a sparse memory of `capacity` pages.
+    """Allocates pages 0 .. `high_water_mark` of a sparse memory of `capacity` pages.
 
-    A page has memory once it was written. The mark rises in steps of 64 MB, and only while the machine has memory for
+    A page has memory once it was written. The mark rises in steps, and only while the machine has memory for
     all pages below it: a memfd has no limit of its own, and writing to one on a full machine starts the OOM killer.
     """
 
@@ -51,11 +51,11 @@ class PageAllocator:
         if np.count_nonzero(with_memory) >= count:
             return self._pick(with_memory, count)
         missing = count - self.num_free
-        step = min(-(-missing // HIGH_WATER_PAGES) * HIGH_WATER_PAGES, self.capacity - self.high_water_mark)
+        step = min(-(-missing // HIGH_WATER_STEP) * HIGH_WATER_STEP, self.capacity - self.high_water_mark)
         if missing > 0 and step:  # or by as many steps as the available memory allows
             unwritten = self.high_water_mark - int(np.count_nonzero(self._written[: self.high_water_mark]))
             allowed = self._available() // PAGE_BYTES - unwritten
-            self.high_water_mark += step if step <= allowed else max(0, allowed // HIGH_WATER_PAGES * HIGH_WATER_PAGES)
+            self.high_water_mark += step if step <= allowed else max(0, allowed // HIGH_WATER_STEP * HIGH_WATER_STEP)
         return self._pick(self._free[: self.high_water_mark], count) if count <= self.num_free else None
 
     def written(self, extents: Sequence[Extent]) -> None:

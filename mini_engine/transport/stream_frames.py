@@ -121,8 +121,9 @@ class FrameReceiver:
         # Passed with frames so far, for the caller to take and close. The kernel drops one that finds this process out
         # of descriptors.
         self.descriptors: deque[int] = deque()
-        self._parts = self._parse()
-        self._part, self._filled = next(self._parts), 0
+        self._complete: list[Frame] = []
+        self._buffers = self._parse()
+        self._buffer, self._filled = next(self._buffers), 0  # what is read next, and how much of it has been
 
     def read_frames(self) -> Iterator[Frame]:
         """Read up to `TURN_BYTES` without blocking, and yield the frames that are complete. Raises TransportError: the
@@ -130,10 +131,10 @@ class FrameReceiver:
         turn = TURN_BYTES
         while turn > 0 and (count := self._fill()):
             turn -= count
-            while isinstance(self._part, tuple) or self._filled == len(self._part):
-                if isinstance(self._part, tuple):
-                    yield self._part
-                self._part, self._filled = next(self._parts), 0
+            if self._filled == len(self._buffer):
+                self._buffer, self._filled = next(self._buffers), 0
+            while self._complete:
+                yield self._complete.pop()
 
     def send_answer(self, head: bytes) -> None:
         """Answer a probe, unless the peer has closed the stream."""
@@ -146,8 +147,8 @@ class FrameReceiver:
             os.close(self.descriptors.popleft())
         self._socket.close()
 
-    def _parse(self) -> Iterator[np.ndarray | Frame]:
-        """Yields each buffer (uint8) to be filled, header, head and payload, and then the frame."""
+    def _parse(self) -> Iterator[np.ndarray]:
+        """Yields each buffer (uint8) to be filled: header, head, payload. Then the frame is complete."""
         while True:
             header = np.empty(HEADER.size, np.uint8)
             yield header
@@ -159,15 +160,14 @@ class FrameReceiver:
             payload = np.empty(after, np.uint8)
             if after:
                 yield payload
-            yield head.tobytes(), payload
+            self._complete.append((head.tobytes(), payload))
 
     def _fill(self) -> int:
-        """Read into the current part; returns how many bytes."""
-        assert not isinstance(self._part, tuple)
+        """Read into the buffer; returns how many bytes."""
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            count, ancillary, _, _ = self._socket.recvmsg_into([self._part[self._filled :].data], room, flags)
+            count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer[self._filled :].data], room, flags)
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -21,6 +21,7 @@ import math
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -29,10 +30,10 @@ import numpy as np
 import torch
 
 from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorHandle, TensorMessage, TransportName
-from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
+from mini_engine.transport.arena import Arena, Pin, ReadableMemory
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
-from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent
+from mini_engine.transport.page_allocator import HIGH_WATER_STEP, PAGE_BYTES, Extent
 from mini_engine.transport.stream_frames import FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ ACCEPT_PAUSE_SECONDS = 0.1  # out of descriptors, a pending connection keeps the
 
 
 @dataclasses.dataclass(slots=True)
-class _Message:
-    """A tensor message from its reservation until it is consumed."""
+class _OutgoingTensor:
+    """A tensor message of the sender, from its reservation until it is consumed."""
 
     number: int
     nbytes: int
@@ -57,11 +58,11 @@ class _Message:
     sent: bool = False
 
 
-class Outgoing:
+class OutgoingTensors:
     """Room for the tensors of one request: an `OOBTensorConsumer` that takes each once, in the order of the
     reservation. For any thread; send or discard it when no thread uses it any more."""
 
-    def __init__(self, sender: TensorIpcSender, messages: list[_Message]):
+    def __init__(self, sender: TensorIpcSender, messages: list[_OutgoingTensor]):
         self.messages = messages
         self._sender = sender
         self._unplaced = iter(messages)
@@ -88,7 +89,7 @@ class TensorIpcSender:
         self._slots: StagingSlots | None = None
         self._streams: list[FrameSender] = []
         self._numbers = itertools.count(1)
-        self.held: dict[int, _Message] = {}  # tensors for which room is reserved and which are not consumed, by number
+        self.held: dict[int, _OutgoingTensor] = {}  # those that are reserved and not consumed, by number
         # Called with the bytes and the tensors by which these grow, or shrink.
         self.count_held: Callable[[int, int], None] = lambda *_: None
 
@@ -103,14 +104,14 @@ class TensorIpcSender:
         extents, where = self._arena.pages.allocate(PROBE_BYTES), ""
         if extents is None:
             raise TransportError("out of memory")
-        messages = [_Message(0, PROBE_BYTES, extents)]
+        messages = [_OutgoingTensor(0, PROBE_BYTES, extents)]
         try:
             heads = [self.place(messages[0], content)]
             arena = self._arena.descriptor if placement == "torch_shm" else None
             if slots is not None:
                 if (acquired := slots.acquire([PROBE_BYTES])) is None:
                     raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
-                messages.append(_Message(0, PROBE_BYTES, slot=acquired[0]))
+                messages.append(_OutgoingTensor(0, PROBE_BYTES, slot=acquired[0]))
                 head = self.place(messages[1], slots.staging.local(content))
                 heads.append(msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes)))
             async with asyncio.timeout(seconds):
@@ -138,22 +139,22 @@ class TensorIpcSender:
 
         await asyncio.gather(*map(watch, self._addresses, self._streams))
 
-    async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
+    async def reserve(self, tensors: Sequence[torch.Tensor]) -> OutgoingTensors:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.acquire`."""
         sizes = [tensor.nbytes for tensor in tensors]
         rooms = zip(sizes, await self._arena.acquire(sizes), strict=True)
-        return self._hold([_Message(next(self._numbers), nbytes, extents) for nbytes, extents in rooms])
+        return self._hold([_OutgoingTensor(next(self._numbers), nbytes, extents) for nbytes, extents in rooms])
 
-    def reserve_slots(self, tensors: Sequence[torch.Tensor]) -> Outgoing | None:
+    def reserve_slots(self, tensors: Sequence[torch.Tensor]) -> OutgoingTensors | None:
         """Slots for the CUDA tensors of a request; None: no slots, too few idle ones, or a tensor is too large."""
         sizes = [tensor.nbytes for tensor in tensors]
         if self._slots is None or (slots := self._slots.acquire(sizes)) is None:
             return None
         rooms = zip(sizes, slots, strict=True)
-        return self._hold([_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in rooms])
+        return self._hold([_OutgoingTensor(next(self._numbers), nbytes, slot=slot) for nbytes, slot in rooms])
 
-    def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
-        """Copy `tensor` to the room of `message`; returns the head of its frame. See `Outgoing.__call__`."""
+    def place(self, message: _OutgoingTensor, tensor: torch.Tensor) -> TensorMessage:
+        """Copy `tensor` to the room of `message`; returns the head of its frame. See `OutgoingTensors.__call__`."""
         slots, extents = self._slots if message.slot else None, message.extents
         if slots is not None:
             slots.fill(message.slot, tensor)
@@ -164,7 +165,7 @@ class TensorIpcSender:
         message.head = TensorMessage(message.number, tuple(tensor.shape), extents, message.slot)
         return message.head
 
-    def send_tensors(self, outgoing: Outgoing) -> None:
+    def send_tensors(self, outgoing: OutgoingTensors) -> None:
         """Queue the frames of all tensors to every rank. Does not wait, cannot be undone."""
         for message in outgoing.messages:
             assert message.head is not None, "memory was reserved for more tensors"
@@ -178,7 +179,7 @@ class TensorIpcSender:
         """No rank will read these again: free their memory."""
         self.release([self.held[message.number] for message in messages if message.number in self.held])
 
-    def release(self, messages: Iterable[_Message]) -> None:
+    def release(self, messages: Iterable[_OutgoingTensor]) -> None:
         """Free the memory of these, which no process uses. Without effect where `close_streams` discarded it."""
         for message in messages:
             if message.number and not self._forget(message):
@@ -195,12 +196,12 @@ class TensorIpcSender:
             self._forget(message)
             self._arena.discard(message.extents)
 
-    def _hold(self, messages: list[_Message]) -> Outgoing:
+    def _hold(self, messages: list[_OutgoingTensor]) -> OutgoingTensors:
         self.held |= {message.number: message for message in messages}
         self.count_held(sum(message.nbytes for message in messages), len(messages))
-        return Outgoing(self, messages)
+        return OutgoingTensors(self, messages)
 
-    def _forget(self, message: _Message) -> bool:
+    def _forget(self, message: _OutgoingTensor) -> bool:
         """Whether it was held."""
         if self.held.pop(message.number, None) is None:
             return False
@@ -216,8 +217,13 @@ class TensorIpcSender:
 async def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
     """Wait for the answer to a probe of `content`. Raises TransportError."""
     answer = decode(await stream.receive_answer()).body
-    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
+    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != _checksum(content):
         raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
+
+
+def _checksum(content: torch.Tensor) -> int:
+    """CRC-32 of `content` (uint8, one dimension, CPU)."""
+    return zlib.crc32(content.numpy().data)
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------
@@ -294,7 +300,7 @@ class _Connection:
             if head.extents:
                 self._arena = self._arena or self._map_arena()
                 end = max(first + count for first, count in head.extents)
-                self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
+                self._arena.register(-(-end // HIGH_WATER_STEP) * HIGH_WATER_STEP * PAGE_BYTES)
                 return Received(message, head.shape, partial(self._arena.rows, head.extents, head.shape))
             content = torch.from_numpy(payload)
             return Received(message, head.shape, lambda first, stop: content.view(head.shape)[first:stop])
@@ -311,7 +317,7 @@ def _probe_result(arrival: Received | Failed) -> ProbeResult:
         content = arrival.rows(0, arrival.shape[0]).cpu()
     except (RuntimeError, TransportError) as error:  # of the device
         return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
-    return ProbeResult(checksum=checksum(content))
+    return ProbeResult(checksum=_checksum(content))
 
 
 class TensorIpcReceiver:

@@ -120,7 +120,7 @@ class FlatBatch:
     stops: np.ndarray  # int64 `[s]`, the indices in `sampled` of the tokens to be sampled
     token_ids: Tensor  # `[n]`
     positions: Tensor  # `[3, n]`
-    cache_indices: Tensor  # `[n]`, block * block_size + place in the block
+    cache_indices: Tensor  # `[n]`, block * block_size + offset in the block
     last_rows: Tensor  # `[s]`, the last row of each chunk that samples
     greedy: bool  # no row needs more than its largest logit
     adjusts: bool  # some row's logits are adjusted

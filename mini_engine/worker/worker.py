@@ -273,13 +273,13 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
     size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
-    place, timeout = Path(init.runtime_dir) / f"ranks-{engine}", init.config.collective_timeout
+    path, timeout = Path(init.runtime_dir) / f"ranks-{engine}", init.config.collective_timeout
     if backend == "shm":
-        return TensorParallel(rank, size, meet(place, rank, size, init.config.startup_timeout, timeout))
+        return TensorParallel(rank, size, meet(path, rank, size, init.config.startup_timeout, timeout))
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Through the store NCCL meets at the first collective, after each rank has loaded its weights.
-    store = dist.FileStore(str(place), size)
+    store = dist.FileStore(str(path), size)
     store.set_timeout(timedelta(seconds=init.config.startup_timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     return TensorParallel(rank, size)
@@ -319,8 +319,8 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
     dtype, device = weight.dtype, weight.device
     size = cache_size(config, model.attention_shape, state, dtype, longest, device, use)
     bits = weight_bits(config.quantization, model.config.quantization)
-    place = f"{str(dtype).removeprefix('torch.')} on {device} with {torch.get_num_threads()} thread(s)"
-    kind = place if bits == DENSE_BITS else f"{bits}-bit decoder, {place}"
+    computation = f"{str(dtype).removeprefix('torch.')} on {device} with {torch.get_num_threads()} thread(s)"
+    kind = computation if bits == DENSE_BITS else f"{bits}-bit decoder, {computation}"
     logger.info("model loaded: %s, %d KV blocks of %d tokens", kind, size.num_blocks, config.block_size)
     if state is not None:
         sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype.itemsize) / 2**20

@@ -240,7 +240,7 @@ def test_uncacheable_item_is_not_kept(cacheable):
 
 
 def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its_place():
-    """Though it waits for a place. Without a cache of patches, too."""
+    """Though it waits for `max_num_seqs`. Without a cache of patches, too."""
     world = CachingWorld("lru", 0, max_seqs=1)
     world.run_request("first", prompt=8, media=[item(message(1), 1, media_hash=A)])
     world.request("runs", max_tokens=9)

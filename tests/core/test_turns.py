@@ -143,7 +143,7 @@ def num_running(world, client):
 @pytest.mark.parametrize(
     ("flooding", "blocks"),
     [({}, 4000), ({}, 150), ({"count": 64, "samples": 1, "prompt": 1500}, 8000)],
-    ids=["places", "blocks", "prefills"],
+    ids=["sequences", "blocks", "prefills"],
 )
 @pytest.mark.parametrize(("prompt", "async_scheduling"), [(5, False), (300, True)])
 def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_scheduling):
@@ -157,14 +157,14 @@ def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_sch
     assert num_running(world, b"a") > 1
 
 
-def test_clients_get_equal_shares_of_the_places_whatever_their_priority():
+def test_clients_get_equal_shares_of_the_sequences_whatever_their_priority():
     world = World(blocks=4000, block_size=16, max_seqs=64, max_tokens=512)
     flood(world, b"a")
     world.run_steps(20)
     flood(world, b"b", priority=0)
     world.run_steps(80)
     preempted = world.stats().preemptions
-    assert preempted == 32, "once for each place, and nothing is taken back"
+    assert preempted == 32, "once for each sequence, and nothing is taken back"
     for _ in range(4):
         world.run_steps(40)
         assert abs(num_running(world, b"a") - num_running(world, b"b")) <= 1

@@ -23,7 +23,7 @@ SERVERS = {
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    """One place for media, and one request at a time."""
+    """One permit for media, and one request at a time."""
     flags = "--api-server-count 2 --max-num-batched-tokens 128 --maximum-concurrent-videos 1 --max-num-seqs 1".split()
     with RunningServer(*flags, "--max-num-encoder-input-tokens", "8", *SERVERS[request.param]) as running:
         running.client.close()  # its connection would count

@@ -97,7 +97,7 @@ class EngineStore:
         try:
             found = await self.client.look_up(name, [each.media_hash for each in media])
             items = [replace(each, patches=None) if each.media_hash in found else each for each in media]
-            return await self.client.place(NewRequest(name, [1], media=items))
+            return await self.client.store_media(NewRequest(name, [1], media=items))
         except BaseException:
             self.client.release_aborted(name)
             raise
@@ -146,7 +146,7 @@ async def test_item_that_another_api_server_writes_or_has_written_since_the_look
     if is_written:
         engine.memory.write(granted.extents, item(A).patches)
         engine.store.written(A, [])
-    placed = await engine.client.place(NewRequest("asks", [1], media=[item(A)]))
+    placed = await engine.client.store_media(NewRequest("asks", [1], media=[item(A)]))
     assert (engine.read(placed), counted.since()) == ((["stored"], [0]) if is_written else (["brought"], [1]))
     if not is_written:
         engine.store.abandoned(A)
@@ -210,4 +210,4 @@ async def test_dead_engine_ends_requests_that_wait_for_its_answer(engine: Engine
 async def test_nothing_is_asked_without_media_and_nothing_reserved_without_a_store() -> None:
     client = MediaStoreClient(0, pytest.fail, pytest.fail, 2, CacheAccess(1 << 30))
     request = NewRequest("asks", [1], media=[item(B)])
-    assert await client.look_up("asks", []) == {} and await client.place(request) is request
+    assert await client.look_up("asks", []) == {} and await client.store_media(request) is request

@@ -40,17 +40,17 @@ every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE)
 
 async def ask_until(stage: str, served: Served, web: SlowWeb) -> asyncio.Task[httpx.Response]:
     """A request that is held at this stage."""
-    core, gate, places = served.core, served.gate, served.context.places
+    core, gate, permits = served.core, served.gate, served.context.media_permits
     match stage:
         case "downloading":
             asking = served.asking([web.part, image()])
             await eventually(web.asked.is_set)
         case "queued for decoding":
             gate.door.clear()
-            served.asking([image(56 + number) for number in range(places.limit)])
-            await eventually(lambda: not places.num_free)
+            served.asking([image(56 + number) for number in range(permits.limit)])
+            await eventually(lambda: not permits.num_free)
             asking = served.asking([image()])
-            await eventually(lambda: not places.turns.num_free)
+            await eventually(lambda: not permits.turns.num_free)
         case "looked up":
             core.replies_to.discard("look_up")
             asking = served.asking([image(84)])

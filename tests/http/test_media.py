@@ -97,7 +97,7 @@ async def test_longer_conversation_keeps_a_cached_video_if_it_fits(
     served: Served, monkeypatch: pytest.MonkeyPatch, held: Any, room: int, tokens: int, decodes: int
 ) -> None:
     """One `Lookup` names the video as it is without text, and a smaller one. Of its patches, or of its facts alone."""
-    monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
+    monkeypatch.setattr(media_settings, "SHORTEST_VIDEO", 8)
     clip = video() | {"nframes": 6}
     await served.post([clip, image()])
     counted, served.core.held = Counted(*CACHE), held
@@ -120,7 +120,7 @@ async def test_item_with_embeddings_is_sent_without_patches_and_if_they_are_evic
     asking = served.asking([image(), image(84)], n=2, stream=stream)
     first = await core.has_requests(2)
     assert [item.patches is None for item in first.media] == [True, False]
-    assert metric("inflight_media_bytes") >= len(png()) and served.context.places.num_free == 4
+    assert metric("inflight_media_bytes") >= len(png()) and served.context.media_permits.num_free == 4
     await core.turn_down(first, arrival=17)
     again = await core.has_requests(3)
     assert all(item.patches is not None for item in again.media)

@@ -131,7 +131,7 @@ async def test_url_is_downloaded_once_under_its_name(
     served: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not there by the settings of one part is downloaded again for all parts, or they would mean two contents;
-    the request has no place meanwhile, and its items count once as queries of the cache. The policy holds for a URL
+    the request has no permit meanwhile, and its items count once as queries of the cache. The policy holds for a URL
     that is not downloaded."""
     web.go.set()
     part, counted = named(web.part), Counted(*COUNTS, "mm_cache_queries_total{engine=0}")
@@ -142,7 +142,7 @@ async def test_url_is_downloaded_once_under_its_name(
     web.go.clear()
     asking = served.asking([part, {**ALONE, "max_pixels": 3136}], **SALT)
     await eventually(lambda: web.dialled == 2 and len(served.core.unreserved) == 1)
-    assert served.context.places.num_free == served.context.places.limit
+    assert served.context.media_permits.num_free == served.context.media_permits.limit
     web.go.set()
     assert ((await asking).status_code, web.dialled, counted.since()) == (200, 2, [3, 1, 4])
     assert len({*itertools.chain(*hashes(served))}) == 3

@@ -7,8 +7,8 @@ import threading
 import httpx
 import pytest
 
-from mini_engine import fair_places
-from mini_engine.fair_places import FairPlaces
+from mini_engine import fair_semaphore
+from mini_engine.fair_semaphore import FairSemaphore
 from mini_engine.http.context import TEXT_THREADS
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.bodies import ChatRequest
@@ -104,7 +104,7 @@ async def test_bytes_are_in_flight_until_the_request_is_sent(served: Served, lar
     served.gate.door.clear()
     first = served.asking([large.part] * 4, stream=stream)
     await eventually(lambda: served.gate.inside == 1)
-    assert served.context.places.num_free == 0
+    assert served.context.media_permits.num_free == 0
     assert metric("inflight_media_bytes") > 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES, "with the decoded frames"
     for part in (large.part, image()):
         check_refusal(await served.post([part], stream=stream), "--max-inflight-media-gb")
@@ -112,7 +112,7 @@ async def test_bytes_are_in_flight_until_the_request_is_sent(served: Served, lar
     served.core.hold = True
     served.gate.door.set()
     request = await served.core.has_requests()
-    await eventually(lambda: not metric("inflight_media_bytes") and served.context.places.num_free == 4)
+    await eventually(lambda: not metric("inflight_media_bytes") and served.context.media_permits.num_free == 4)
     assert not first.done()
     await served.core.end(request, "length")
     assert (await first).status_code == 200
@@ -130,7 +130,7 @@ async def test_a_download_ends_where_others_have_the_room(served: Served, large:
 
 
 async def test_web_server_that_hangs_delays_no_other_request(served: Served, web: SlowWeb) -> None:
-    """With more of its items than places and threads that decode."""
+    """With more of its items than permits and threads that decode."""
     hanging = [served.asking([web.part, web.part]) for _ in range(MAX_REQUESTS - 1)]
     await eventually(lambda: web.dialled == 2 * len(hanging))
     for side in (56, 84):
@@ -143,9 +143,9 @@ async def test_downloads_do_not_wait_for_all_queued_downloads_of_another_client(
     serve: Serve, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those that run, and one more."""
-    monkeypatch.setattr(fair_places, "SLOW_SECONDS", PATIENCE)
+    monkeypatch.setattr(fair_semaphore, "SLOW_SECONDS", PATIENCE)
     async with serve(api_key=["first", "second"]) as served:
-        monkeypatch.setattr(served.context.media_loader, "_downloads", downloads := FairPlaces(2, slow_places=2))
+        monkeypatch.setattr(served.context.media_loader, "_downloads", downloads := FairSemaphore(2, slow_limit=2))
 
         def ask(key: str) -> asyncio.Task[httpx.Response]:
             part = {"type": "image_url", "image_url": f"http://127.0.0.1:{web.port}/{key}.png"}
@@ -162,14 +162,14 @@ async def test_downloads_do_not_wait_for_all_queued_downloads_of_another_client(
 
 
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
-    """There are four places. More items than places run alone."""
-    places, turns = served.context.places, served.context.places.turns
+    """There are four permits. More items than permits run alone."""
+    permits, turns = served.context.media_permits, served.context.media_permits.turns
     served.gate.door.clear()
     asking = []
     for waiting, sides in enumerate([(56, 57, 58), range(59, 64), (64,), (65, 66)]):
         asking.append(served.asking([image(side) for side in sides]))
-        await eventually(lambda n=waiting: places.num_free <= 1 and (not turns.num_free) + len(turns._queue) == n)
-    assert (await served.post()).status_code == 200  # needs no place
+        await eventually(lambda n=waiting: permits.num_free <= 1 and (not turns.num_free) + len(turns._queue) == n)
+    assert (await served.post()).status_code == 200  # needs no permit
     await cancelled(asking.pop())
     served.gate.door.set()
     assert {(await task).status_code for task in asking} == {200}
@@ -177,9 +177,9 @@ async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: 
 
 
 async def test_media_do_not_wait_for_all_queued_media_of_another_client(serve: Serve) -> None:
-    """But for those that are next, and of one more request. There are four places."""
+    """But for those that are next, and of one more request. There are four permits."""
     async with serve(api_key=["first", "second"]) as served:
-        places, turns, sides = served.context.places, served.context.places.turns, iter(range(56, 100))
+        permits, turns, sides = served.context.media_permits, served.context.media_permits.turns, iter(range(56, 100))
         served.gate.door.clear()
 
         def ask(num_items: int, key: str) -> asyncio.Task[httpx.Response]:
@@ -192,7 +192,7 @@ async def test_media_do_not_wait_for_all_queued_media_of_another_client(serve: S
         asking = []
         for waiting in range(4):
             asking.append(ask(4, "first"))
-            await eventually(lambda n=waiting: not places.num_free and (not turns.num_free) + len(turns._queue) == n)
+            await eventually(lambda n=waiting: not permits.num_free and (not turns.num_free) + len(turns._queue) == n)
         asking.append(ask(1, "second"))
         await eventually(lambda: len(turns._queue) == 3)
         served.gate.door.set()
@@ -249,14 +249,14 @@ async def test_text_does_not_wait_for_all_queued_texts_of_another_client(
             return asyncio.create_task(served.http.post("/tokenize", json={"prompt": text * 5000}, headers=headers))
 
         monkeypatch.setattr(renderer, "encode", encode_held)
-        places = served.context.text_places
+        permits = served.context.text_permits
         asking = [ask("a", "first") for _ in range(TEXT_THREADS + 4)]
-        await eventually(lambda: len(begun) == TEXT_THREADS and len(places._queue) == 4)
+        await eventually(lambda: len(begun) == TEXT_THREADS and len(permits._queue) == 4)
         asking.append(ask("b", "second"))
-        await eventually(lambda: len(places._queue) == 5)
+        await eventually(lambda: len(permits._queue) == 5)
         await cancelled(asking.pop(0))
         await asyncio.to_thread(lambda: None)
-        assert not places.num_free and len(begun) == TEXT_THREADS
+        assert not permits.num_free and len(begun) == TEXT_THREADS
         door.set()
         assert {(await task).status_code for task in asking} == {200}
-        assert "".join(begun) == "a" * TEXT_THREADS + "abaaa" and places.num_free == TEXT_THREADS
+        assert "".join(begun) == "a" * TEXT_THREADS + "abaaa" and permits.num_free == TEXT_THREADS

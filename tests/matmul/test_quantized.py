@@ -30,7 +30,7 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     if with_avx2:
         monkeypatch.setattr(ops, "HAS_AVX2_ALONE", True)
         monkeypatch.setattr(quantized, "has_vnni", lambda: False)
-    monkeypatch.setattr(quantized, "UNPACKED", 1 << 18)
+    monkeypatch.setattr(quantized, "UNPACKED_AT_ONCE", 1 << 18)
     torch.manual_seed(0)
     made = matrix(bits, outputs, inputs, dtype)
     dense = made.dequantize(torch.float64)
@@ -52,7 +52,7 @@ def test_other_processors_compute_the_same(bits, monkeypatch):
     made = [matrix(bits, 192, 64) for _ in "ab"]
     made[1].load_state_dict(made[0].state_dict())
     x, results = torch.randn(200, 64), []
-    for number, name in enumerate(("", "has_vnni _unpacks")):
+    for number, name in enumerate(("", "has_vnni _can_unpack")):
         for function in name.split():
             monkeypatch.setattr(quantized, function, lambda: False)
         made[number].pack()

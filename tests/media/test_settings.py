@@ -13,7 +13,7 @@ from mini_engine.config.engine_config import PROCESSOR_ARGUMENTS, VIDEO_ARGUMENT
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
-from mini_engine.media.settings import MediaSettingsResolver, RequestKwargs, ServerKwargs, hash_key, updated
+from mini_engine.media.settings import MediaSettingsResolver, RequestKwargs, ServerKwargs, override_sampling
 from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
@@ -56,7 +56,7 @@ def test_bytes_and_every_setting_change_the_hash() -> None:
     eight, call = VideoSampling(num_frames=8), {"size": {"shortest_edge": 1, "longest_edge": 10}, "device": "cuda:0"}
 
     def video_hash(data: bytes = b"abc", sampling: VideoSampling = eight, call: dict[str, Any] = call) -> bytes:
-        return media_hash(content_digest(data), hash_key(MediaSettings(sampling, {"video": call}), "video"))
+        return media_hash(content_digest(data), MediaSettings(sampling, {"video": call}).hash_key("video"))
 
     samplings = [VideoSampling(num_frames=9), VideoSampling(fps=8)]
     samplings += [VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end")]
@@ -79,10 +79,10 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     configs = [EngineConfig(mm_processor_kwargs=kwargs, media_io_kwargs={"video": video}) for kwargs, video in flags]
     of_servers = [MediaSettingsResolver(processor, model_dir, config).server for config in configs]
     for settings in (of_request(server, fps=2, do_sample_frames=True), *of_servers):
-        assert settings.sampling == by_rate and settings.calls == server.server.calls
+        assert settings.sampling == by_rate and settings.arguments == server.server.arguments
     # What `process_vision_info` returns goes with a video that is sent as frames.
     returned = of_request(server, FRAMES, fps=[1.5], do_sample_frames=False)
-    assert returned.sampling.fps == 1.5 and returned.calls == server.server.calls
+    assert returned.sampling.fps == 1.5 and returned.arguments == server.server.arguments
     all_frames = of_request(server, do_sample_frames=False, **every).sampling
     assert all_frames.num_frames == 768  # but for --max-video-frames-kept
     for kwargs, io_kwargs in (({"fps": 3, "max_frames": 8}, {"num_frames": 5}), ({"num_frames": 3}, {"fps": 5})):
@@ -215,17 +215,17 @@ def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tm
         ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
     ]
     processor, server = published(tmp_path, family)
-    hashes = {hash_key(of_request(server), "video")}
+    hashes = {of_request(server).hash_key("video")}
     for part, frames, tokens in parts:
         scaled = {name: value * processor.token_pixels if "pixels" in name else value for name, value in part.items()}
         settings = of_request(server, FILE | scaled, num_frames=3, max_pixels=processor.token_pixels * 2000)
         count, item = processed(processor, settings, 10, (640, 360))
         assert (count, item.facts.num_tokens) == (frames, tokens), part
-        hashes.add(hash_key(settings, "video"))
+        hashes.add(settings.hash_key("video"))
     assert len(hashes) == len(parts) + 1
     large = {"min_pixels": 800 * processor.token_pixels}  # more than a frame of Qwen2.5-VL may have
     for settings in (of_request(server, IMAGE | large), of_request(server, IMAGE, **large)):
-        assert settings.calls["image"]["size"]["shortest_edge"] == large["min_pixels"]
+        assert settings.arguments["image"]["size"]["shortest_edge"] == large["min_pixels"]
 
 
 def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> None:
@@ -234,12 +234,12 @@ def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> 
     parts = [FILE, FILE | small | of_videos, within, FRAMES | {"fps": 4}, IMAGE, IMAGE | small, IMAGE | of_videos]
     chat, server = ChatRequest(messages=[ChatMessage(role="user", content="x")]), resolver(processor)
     plain, own, same, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
-    assert (plain.sampling, plain.calls) == (server.server.sampling, server.server.calls)
+    assert (plain.sampling, plain.arguments) == (server.server.sampling, server.server.arguments)
     assert (own.sampling.min_frames, own.sampling.max_frames, own.sampling.end) == (2, 2, 3)
-    assert hash_key(own, "video") == hash_key(same, "video")
+    assert own.hash_key("video") == same.hash_key("video")
     assert own.bounds == small | {"total_pixels": 10**6} and frames.sampling.fps == 4
-    assert [settings.calls["image"]["size"]["longest_edge"] for settings in images] == [37632, 3136, 37632]
-    first, second, third = (hash_key(settings, "image") for settings in images)
+    assert [settings.arguments["image"]["size"]["longest_edge"] for settings in images] == [37632, 3136, 37632]
+    first, second, third = (settings.hash_key("image") for settings in images)
     assert first == third != second
 
 
@@ -264,7 +264,7 @@ def test_long_videos_fit(family: str, tmp_path: Path) -> None:
     ],
 )
 def test_requests_update_the_servers_sampling(server: dict, asked: dict, expected: dict) -> None:
-    assert updated(VideoSampling(**server), asked, {"min_frames": 4}) == VideoSampling(**expected)
+    assert override_sampling(VideoSampling(**server), asked, {"min_frames": 4}) == VideoSampling(**expected)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_requests_update_the_servers_sampling(server: dict, asked: dict, expecte
 )
 def test_invalid_sampling_is_refused(asked: dict, says: str) -> None:
     with pytest.raises(ValueError, match="^video sampling: .*" + says):
-        updated(VideoSampling(fps=2.0), asked, {})
+        override_sampling(VideoSampling(fps=2.0), asked, {})
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -55,9 +55,9 @@ async def test_each_pause_falls_to_its_stage(served: Served) -> None:
     served.says()
 
     served.gate.door.clear()
-    async with served.context.places.hold(4, RequestClock(), b""):
+    async with served.context.media_permits.hold(4, RequestClock(), b""):
         asking = served.asking([image()], n=2, return_timings=True)
-        await eventually(lambda: not served.context.places.turns.num_free)
+        await eventually(lambda: not served.context.media_permits.turns.num_free)
         await pause(2)
     await eventually(lambda: served.gate.inside == 1)
     await pause(7)

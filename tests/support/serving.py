@@ -122,8 +122,8 @@ class Served:
         return not (
             any(engine.requests or engine.preparing for engine in context.engines.engines)
             or self.queue.held
-            or context.places.num_free < context.places.limit
-            or not context.places.turns.num_free
+            or context.media_permits.num_free < context.media_permits.limit
+            or not context.media_permits.turns.num_free
             or any(budget.used for budget in (context.media_bytes, context.requests, context.bodies))
             or metric("inflight_media_bytes")
         )

@@ -79,4 +79,4 @@ def _write_tokenizer(path: Path) -> None:
 
 def own_settings(processor: MediaProcessor) -> MediaSettings:
     """The model's own, of a server without flags."""
-    return MediaSettings(VideoSampling(num_frames=32), processor.calls)
+    return MediaSettings(VideoSampling(num_frames=32), processor.arguments)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator
+from mini_engine.transport.page_allocator import HIGH_WATER_STEP, PAGE_BYTES, Extent, PageAllocator
 
 
 def numbers_of(extents: list[Extent]) -> set[int]:
@@ -51,17 +51,17 @@ def test_pages_belong_to_one_allocation_at_a_time(events: list[tuple[str, int]])
 
 
 def test_the_mark_rises_by_steps_while_memory_is_available() -> None:
-    available = 3 * HIGH_WATER_PAGES * PAGE_BYTES
-    allocator = PageAllocator(100 * HIGH_WATER_PAGES * PAGE_BYTES, lambda: available)
+    available = 3 * HIGH_WATER_STEP * PAGE_BYTES
+    allocator = PageAllocator(100 * HIGH_WATER_STEP * PAGE_BYTES, lambda: available)
     assert allocator.high_water_mark == 0
     extents = allocator.allocate(1)
-    assert allocator.high_water_mark == HIGH_WATER_PAGES
-    assert allocator.allocate(3 * HIGH_WATER_PAGES * PAGE_BYTES) is None, "the pages below the mark have no memory yet"
-    assert allocator.high_water_mark == 3 * HIGH_WATER_PAGES, "it has risen as far as it may"
+    assert allocator.high_water_mark == HIGH_WATER_STEP
+    assert allocator.allocate(3 * HIGH_WATER_STEP * PAGE_BYTES) is None, "the pages below the mark have no memory yet"
+    assert allocator.high_water_mark == 3 * HIGH_WATER_STEP, "it has risen as far as it may"
     allocator.written(extents)
     available = 0
-    assert allocator.allocate((3 * HIGH_WATER_PAGES - 1) * PAGE_BYTES) is not None, "what is below the mark is allowed"
-    assert allocator.allocate(PAGE_BYTES) is None and allocator.high_water_mark == 3 * HIGH_WATER_PAGES
+    assert allocator.allocate((3 * HIGH_WATER_STEP - 1) * PAGE_BYTES) is not None, "what is below the mark is allowed"
+    assert allocator.allocate(PAGE_BYTES) is None and allocator.high_water_mark == 3 * HIGH_WATER_STEP
 
 
 def test_the_last_step_ends_at_the_capacity() -> None:

@@ -31,7 +31,7 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
-from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
+from mini_engine.transport.page_allocator import HIGH_WATER_STEP, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 FACTS_BYTES = 64 << 20
 MAX_NAMES = 1 << 16  # of some 400 bytes each
@@ -291,6 +291,6 @@ def media_directory(init: Init, row_bytes: int, device: str, next_step: NextStep
         return RankCopies(plan.nbytes, next_step)
     # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.engines - 1 + config.api_server_count
-    reserve = RESERVE + others * HIGH_WATER_PAGES * PAGE_BYTES
+    reserve = RESERVE + others * HIGH_WATER_STEP * PAGE_BYTES
     register = next_step.register_media if device == "cuda" else None
     return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, register)

@@ -62,17 +62,17 @@ class StatePool:
         if not self.is_needed or request.prefix_salt is None or start // size == end // size:
             return []
         in_prompt = min(end, request.num_prompt - 1)
-        places = {item.end // size * size for item in request.media} | {in_prompt // size * size}
-        places.update(range(start // self._interval * self._interval, in_prompt + 1, self._interval))
+        prefixes = {item.end // size * size for item in request.media} | {in_prompt // size * size}
+        prefixes.update(range(start // self._interval * self._interval, in_prompt + 1, self._interval))
         if end > request.num_prompt:
-            places.add(end // size * size)
+            prefixes.add(end // size * size)
             self.drop(request.last_snapshot)
         hashes, snapshots = request.block_hashes(size), []
         # The longest prefix first: state indices may run short.
-        for place in sorted((place for place in places if start < place <= end), reverse=True):
-            known = place // size <= len(hashes) and self.use(hashes[place // size - 1]) is not None
+        for prefix in sorted((prefix for prefix in prefixes if start < prefix <= end), reverse=True):
+            known = prefix // size <= len(hashes) and self.use(hashes[prefix // size - 1]) is not None
             if not known and (state_index := self.reserve()) is not None:
-                snapshots.append((place, state_index))
+                snapshots.append((prefix, state_index))
         return snapshots[::-1]
 
     def reserve(self) -> int | None:

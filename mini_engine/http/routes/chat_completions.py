@@ -22,7 +22,7 @@ from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates, SettingsPair
 from mini_engine.media.processor import ProcessedItem
-from mini_engine.media.settings import INLINE_ITEMS, video_tokens
+from mini_engine.media.settings import INLINE_ITEMS, video_token_limit
 from mini_engine.messages import MediaItem
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Prompt, check_budget, media_usage
@@ -69,11 +69,11 @@ async def start(context: AppContext, prompt: Prompt, state: RequestState) -> Ans
         while True:
             with context.engines.end_if_none_runs(state.end):
                 try:
-                    async with context.places.hold(len(items), state.clock, state.client):
+                    async with context.media_permits.hold(len(items), state.clock, state.client):
                         engine = engine or choose(digest)
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)
-                except DownloadAgain as again:  # without places: a web server that hangs must block no queue
+                except DownloadAgain as again:  # without permits: a web server that hangs must block no queue
                     items = await load_media(context, prompt, again.refs, state, held)
                     # Another content may be there now: then the engine is the one at which later names look for it.
                     before, engine = engine, context.engines.preferred(items[0].content.digest)
@@ -98,8 +98,8 @@ async def load_media(
         return []
     # Clients that mean no limit send the model's length, or more.
     answer_tokens = min(chat.token_limit or 1, limits.max_model_len // 2)
-    alone = video_tokens(limits, 0, 1, 1)
-    beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
+    alone = video_token_limit(limits, 0, 1, 1)
+    beside_text = video_token_limit(limits, len(prompt.token_ids), answer_tokens, len(refs))
     resolve = partial(context.media_settings.resolve, chat, refs)
 
     def resolve_both() -> list[SettingsPair]:

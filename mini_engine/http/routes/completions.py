@@ -72,7 +72,7 @@ async def tokenize(request: Request) -> Response:
             prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item.fitted for item in await load_media(context, prompt, refs, state, held)]
-            await held.enter_async_context(context.places.hold(len(items), state.clock, state.client))
+            await held.enter_async_context(context.media_permits.hold(len(items), state.clock, state.client))
             measured = await context.media_loader.process(items, state.clock, state.request_id)
             processed = [measured[item.media_hash] for item in items]
             tokens, media = context.renderer.expand(prompt.token_ids, processed)

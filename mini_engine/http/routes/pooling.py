@@ -21,7 +21,7 @@ from mini_engine.http.context import AppContext, RequestState, context_of, state
 from mini_engine.http.known_media import DownloadAgain, find_media, resolve_names
 from mini_engine.http.responses import response_of, usage_of
 from mini_engine.http.routes.chat_completions import load_media, start
-from mini_engine.media.loader import origin_of
+from mini_engine.media.loader import download_url_of
 from mini_engine.prompt.answer import Answer, pieces
 from mini_engine.prompt.pooling_prompts import (
     InputPrompts,
@@ -104,7 +104,7 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
 async def _fetch_query(
     context: AppContext, body: PoolingRequest, query: Content, state: RequestState, held: contextlib.AsyncExitStack
 ) -> None:
-    """Fetch the media of a query once for all of its documents: its parts get them as `loader.MediaContent`, which has
+    """Fetch the media of a query once for all of its documents: its parts get them as `loader.ContentUrl`, which has
     room until `held` is closed. So do those that were downloaded before, if their engine has lost them. Raises as
     `start`."""
     parts = [part for part in query if part.modality]
@@ -112,7 +112,7 @@ async def _fetch_query(
     with context.engines.end_if_none_runs(state.end):
         try:
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
-            if any(item.content.is_absent and origin_of(item.content) for item in items):
+            if any(item.content.is_absent and download_url_of(item.content) for item in items):
                 engine = context.engines.preferred(items[0].content.digest)  # as `start` chooses it for documents
                 try:
                     # The documents fail, if they do: they may have room for less of a video.

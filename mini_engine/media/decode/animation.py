@@ -31,7 +31,7 @@ def decode_animation(
     data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
     """As `video.decode_video`, but the file must be whole. Transparency is laid over white."""
-    width, height = (1 + int.from_bytes(data[place : place + 3], "little") for place in (24, 27))
+    width, height = (1 + int.from_bytes(data[offset : offset + 3], "little") for offset in (24, 27))
     guard.check_size("max_frame_pixels", width, height)
     times = _frame_times(data, guard)
     timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
@@ -41,12 +41,12 @@ def decode_animation(
         # As if it had transparency, as it has where no frame covers the canvas, whatever its flag says.
         file = io.BytesIO(b"".join((data[:20], bytes([data[20] | _ALPHA]), data[21:])))
         with Image.open(file, formats=["WEBP"]) as image:
-            for place in range(indices[-1] + 1):
+            for index in range(indices[-1] + 1):
                 guard.tick()
-                image.seek(place)
+                image.seek(index)
                 image.load()
-                if place in indices:
-                    frames.offer(place, av.VideoFrame.from_ndarray(np.asarray(to_rgb(image)), "rgb24"))
+                if index in indices:
+                    frames.offer(index, av.VideoFrame.from_ndarray(np.asarray(to_rgb(image)), "rgb24"))
     except (MediaError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the damage
@@ -56,15 +56,15 @@ def decode_animation(
 
 def _frame_times(data: mmap.mmap, guard: Guard) -> list[float]:
     """When each frame is shown, in seconds, and when the last one ends."""
-    ends, place = [0], 12
-    while place + 8 <= len(data):
+    ends, offset = [0], 12
+    while offset + 8 <= len(data):
         guard.tick()
-        if data[place : place + 4] == b"ANMF":
+        if data[offset : offset + 4] == b"ANMF":
             guard.check("max_video_frames", len(ends), "frames", "a shorter video")
-            duration = int.from_bytes(data[place + 20 : place + 23], "little")
+            duration = int.from_bytes(data[offset + 20 : offset + 23], "little")
             ends.append(ends[-1] + (duration if duration >= _SHORTEST else _USUAL))
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        place += 8 + size + size % 2
+        size = int.from_bytes(data[offset + 4 : offset + 8], "little")
+        offset += 8 + size + size % 2
     if len(ends) == 1:
         raise MediaError(guard.item, NO_FRAME)
     return [end / 1000 for end in ends]

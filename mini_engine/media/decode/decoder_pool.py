@@ -1,6 +1,6 @@
 """The decoder processes of one API server. `decoder.py` is the other end.
 
-A job has a place (`fair_places.py`) and a `DecoderProcess`, until its frames are released. A spare decoder stands
+A job has a permit (`fair_semaphore.py`) and a `DecoderProcess`, until its frames are released. A spare decoder stands
 ready, or starts by itself: whether one lives is checked when a job takes it. Use the pool from the event loop's thread
 only, which has to outlive the processes that it starts.
 """
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.config import flag_of
-from mini_engine.fair_places import FairPlaces, Place
+from mini_engine.fair_semaphore import FairSemaphore, Permit
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
 from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO, DecodeLimits
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 0.5  # from the stop flag, which the decode loop reads at each frame, to SIGKILL
 STARVED_SHARE = 0.25  # of its wall time: a decode that got less processor time says nothing of its item
 START_SECONDS = 60.0  # within which a decoder that a job waits for must be ready
-QUEUE_TIMEOUTS = 4  # a job waits for a place for at most so many times --media-decode-timeout
+QUEUE_TIMEOUTS = 4  # a job waits for a permit for at most so many times --media-decode-timeout
 MAX_MESSAGES = 4  # of a job: a video's frames are announced for the seek and for up to two walks
 KEPT_BYTES = 32 << 20  # of each memory between jobs: 34 frames of 640x480
 INLINE_BYTES = 1 << 20  # larger items are copied into the input memory by a thread
@@ -65,15 +65,15 @@ class DecodedItem:
 
 
 class DecoderPool:
-    """At most `places` busy decoders, and as many again for slow items. Further jobs are queued."""
+    """At most `max_busy` busy decoders, and as many again for slow items. Further jobs are queued."""
 
-    def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
+    def __init__(self, name: str, max_busy: int, limits: DecodeLimits, max_input_bytes: int):
         """`name` is the API server's, for the titles of the processes. No process is started yet."""
-        self.limits, self.places, self.is_closed = limits, places, False
+        self.limits, self.max_busy, self.is_closed = limits, max_busy, False
         # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
         self._name, self._max_input_bytes = name, max_input_bytes
-        self._places = FairPlaces(places, slow_places=places)
+        self._permits = FairSemaphore(max_busy, slow_limit=max_busy)
         self._decoders: set[DecoderProcess] = set()
         self._idle: list[DecoderProcess] = []  # perhaps still starting; the last one's memory is the warmest
         self._background: set[asyncio.Task[None]] = set()
@@ -103,13 +103,13 @@ class DecoderPool:
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
             OSError: the host has no process, descriptor or memory for it, see `out_of`.
         """
-        place, child = await self._acquire(job.item, owner)
+        permit, child = await self._acquire(job.item, owner)
         loop = asyncio.get_running_loop()
 
         def release() -> None:
             with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
                 child.shrink()
-                loop.call_soon_threadsafe(self._release, place, child)
+                loop.call_soon_threadsafe(self._release, permit, child)
 
         work = asyncio.ensure_future(child.decode(job, data))
         try:
@@ -137,16 +137,16 @@ class DecoderPool:
             child.close()
         self._decoders.clear()
 
-    async def _acquire(self, item: str, owner: str) -> tuple[Place, DecoderProcess]:
+    async def _acquire(self, item: str, owner: str) -> tuple[Permit, DecoderProcess]:
         seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
         try:
-            place = await self._places.acquire(owner, seconds)
+            permit = await self._permits.acquire(owner, seconds)
         except TimeoutError:
             raise DecoderUnavailable(item, f"no media decoder was free within {seconds:g} s; retry later") from None
         try:
-            return place, await self._take_decoder()
+            return permit, await self._take_decoder()
         except BaseException as error:
-            place.release()
+            permit.release()
             if isinstance(error, OSError) and not out_of(error):
                 raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
             raise
@@ -170,10 +170,10 @@ class DecoderPool:
             self._retire(child, "killed")
         raise OSError("a media decoder process did not start")
 
-    def _release(self, place: Place, child: DecoderProcess) -> None:
+    def _release(self, permit: Permit, child: DecoderProcess) -> None:
         if not self.is_closed:
             child.count_frames(0)
-            place.release()
+            permit.release()
             self._keep_idle(child)
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -190,7 +190,7 @@ class DecoderPool:
                 logger.warning("a spare media decoder cannot be started: %s", error)
 
     def _keep_idle(self, child: DecoderProcess) -> None:
-        if child.ending is None and len(self._idle) <= self.places:  # with the spare
+        if child.ending is None and len(self._idle) <= self.max_busy:  # with the spare
             self._idle.append(child)
         else:
             self._retire(child, child.ending or "surplus")

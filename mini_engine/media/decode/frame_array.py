@@ -25,12 +25,12 @@ _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left
 
 
 class FrameArray:
-    """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first. Turn and
+    """Keeps the frames at the given indices, each as uint8 [H, W, 3], in one array that is made for the first. Turn and
     size are those of the first, which is smaller where all together would exceed the limit; frames of another size are
     scaled to it. Memory: the array, and one frame while it is converted."""
 
-    def __init__(self, places: Collection[int], guard: Guard, allocate: Allocate) -> None:
-        self._places, self._guard, self._allocate = frozenset(places), guard, allocate
+    def __init__(self, indices: Collection[int], guard: Guard, allocate: Allocate) -> None:
+        self._indices, self._guard, self._allocate = frozenset(indices), guard, allocate
         self._reformatter = VideoReformatter()
         self._rows: NDArray[np.uint8] | None = None
         self._row_of: dict[int, int] = {}
@@ -39,16 +39,16 @@ class FrameArray:
         self._size = (0, 0)
         self._turn: _Turn = (False, False, False)
 
-    def offer(self, place: int, frame: av.VideoFrame) -> None:
-        """Keeps `frame` if its place is asked for. Raises MediaError for a size above the limits."""
-        if place not in self._places:
+    def offer(self, index: int, frame: av.VideoFrame) -> None:
+        """Keeps `frame` if its index is asked for. Raises MediaError for a size above the limits."""
+        if index not in self._indices:
             return
         self._guard.check_size("max_frame_pixels", frame.width, frame.height)
         if self._rows is None:
-            self._size = self._guard.fitting_size(len(self._places), frame.width, frame.height)
+            self._size = self._guard.fitting_size(len(self._indices), frame.width, frame.height)
             self._read_side_data(frame)
             height, width = self._size if self._turn[0] else self._size[::-1]
-            self._rows = self._allocate((len(self._places), height, width))
+            self._rows = self._allocate((len(self._indices), height, width))
         width, height = self._size
         pixels = _pixels(self._to_rgb(frame, width, height))
         swaps, left_right, top_bottom = self._turn
@@ -60,18 +60,18 @@ class FrameArray:
         if pixels.shape[2] > 3:
             self._lay_over_white(row, pixels[..., 3:])
         to_srgb(row, frame.color_primaries, frame.color_trc)
-        self._row_of[place] = len(self._row_of)
+        self._row_of[index] = len(self._row_of)
 
-    def holds(self, places: Collection[int]) -> bool:
-        """Whether the frames at all of `places` are kept."""
-        return self._row_of.keys() >= set(places)
+    def holds(self, indices: Collection[int]) -> bool:
+        """Whether the frames at all of `indices` are kept."""
+        return self._row_of.keys() >= set(indices)
 
-    def select(self, places: Sequence[int]) -> NDArray[np.uint8]:
-        """The frames at `places`, all kept, as the first rows of the array: [T, H, W, 3], contiguous."""
+    def select(self, indices: Sequence[int]) -> NDArray[np.uint8]:
+        """The frames at `indices`, all kept, as the first rows of the array: [T, H, W, 3], contiguous."""
         assert self._rows is not None
         if self._has_alpha:
             self._rows[self._clear_rows] = 255
-        rows = [self._row_of[place] for place in places]
+        rows = [self._row_of[index] for index in indices]
         if rows != list(range(len(rows))):
             self._rows[: len(rows)] = self._rows[rows]
         return self._rows[: len(rows)]

@@ -24,7 +24,7 @@ from mini_engine.protocol.api_errors import MediaError
 _STRIP_ROWS = 512  # converted to RGB at once
 # How an image that is stored with an orientation of 2 to 8 (EXIF 2.3) is set upright.
 _TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
-_TURN_OF = {2 + place: Image.Transpose[name] for place, name in enumerate(_TURNS.split())}
+_TURN_OF = {2 + index: Image.Transpose[name] for index, name in enumerate(_TURNS.split())}
 _TIFF = (b"II*\0", b"MM\0*")
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # the first two markers of a code stream
 
@@ -76,23 +76,23 @@ def decode_frames(data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate:
     """Returns [T, H, W, 3]: the images of one height and width that lie in `data` one after another. `sizes` are their
     bytes. Errors as `decode_image`."""
     rows, start = np.empty((0, 0, 0, 3), np.uint8), 0
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         guard.tick()
         try:
             with mmap.mmap(-1, size) as file:
                 file[:] = data[start : start + size]
                 pixels = decode_image(file, guard, lambda shape: np.empty((*shape, 3), np.uint8))
         except MediaError as error:
-            raise MediaError(guard.item, f"frame {place + 1}: {error.problem}") from error
+            raise MediaError(guard.item, f"frame {index + 1}: {error.problem}") from error
         height, width, _ = pixels.shape
-        if place == 0:
+        if index == 0:
             all_pixels = len(sizes) * height * width
             guard.check("max_video_pixels_kept", all_pixels, "pixels in all frames", "fewer or smaller frames")
             rows = allocate((len(sizes), height, width))
         elif pixels.shape != rows.shape[1:]:
-            problem = f"frame {place + 1} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
+            problem = f"frame {index + 1} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
             raise MediaError(guard.item, f"{problem}; send frames of one size")
-        rows[place] = pixels
+        rows[index] = pixels
         start += size
     return rows
 

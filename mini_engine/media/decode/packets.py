@@ -32,29 +32,29 @@ class PacketTable:
         codec = stream.codec_context.codec
         self._packets = packets = _read_packets(container, stream, guard, data)
         self._parts = list(accumulate(map(_is_restart, packets, packets[1:]), initial=0))
-        places = [place for place, packet in enumerate(packets) if not packet.is_discard]
+        numbers = [number for number, packet in enumerate(packets) if not packet.is_discard]
         if codec.canonical_name == "vp8":  # alone keeps frames that are only referred to in packets of their own
-            places = [place for place in places if memoryview(packets[place])[0] & 0x10]  # (RFC 6386, section 9.1)
-        if all(packets[place].pts is not None for place in places):
-            places.sort(key=lambda place: (self._parts[place], self.stamp(place)))
-        self._order, self._shown = places, set(places)
+            numbers = [number for number in numbers if memoryview(packets[number])[0] & 0x10]  # (RFC 6386, section 9.1)
+        if all(packets[number].pts is not None for number in numbers):
+            numbers.sort(key=lambda number: (self._parts[number], self.stamp(number)))
+        self._order, self._shown = numbers, set(numbers)
         # When each frame is shown, in the stream's own unit; None: the file does not say.
-        self.stamps = [packets[place].pts for place in places]
+        self.stamps = [packets[number].pts for number in numbers]
         # Whether it begins within a group of frames, as a piece of a broadcast does: the first cannot be decoded.
         self.is_cut = not (packets and packets[0].is_keyframe)
         is_known = codec.intra_only or codec.canonical_name in _CODECS
         is_known &= not (self.is_cut or _CONTAINERS.isdisjoint(container.format.name.split(",")) or None in self.stamps)
         # Each is later than the one before, and the first is no sooner than the first key frame.
-        stamps = (self.stamp(0) - 1, *map(self.stamp, places)) if is_known else ()
+        stamps = (self.stamp(0) - 1, *map(self.stamp, numbers)) if is_known else ()
         self.can_seek = is_known and all(before < stamp for before, stamp in pairwise(stamps))
         """Whether each frame has a time of its own, and key frames show which packets a frame needs."""
 
     def __len__(self) -> int:
         return len(self._packets)
 
-    def stamp(self, place: int) -> int:
-        """When the packet at `place` is shown, where it has a time."""
-        return self._packets[place].pts or 0
+    def stamp(self, number: int) -> int:
+        """When the packet with this number is shown, where it has a time."""
+        return self._packets[number].pts or 0
 
     def runs_for(self, indices: Iterable[int]) -> list[range] | None:
         """The shortest runs of packets, each from a key frame on, that hold all that the frames at `indices` need. A
@@ -62,14 +62,14 @@ class PacketTable:
         before. None: key frames are unknown."""
         if not self.can_seek:
             return None
-        keys = [place for place, packet in enumerate(self._packets) if packet.is_keyframe]
+        keys = [number for number, packet in enumerate(self._packets) if packet.is_keyframe]
         spans: list[tuple[int, int]] = []
         for index in indices:
-            place, stamp = self._order[index], self.stamps[index] or 0
-            before = bisect_right(keys, place) - 1
+            number, stamp = self._order[index], self.stamps[index] or 0
+            before = bisect_right(keys, number) - 1
             while self.stamp(keys[before]) > stamp:
                 before -= 1
-            spans.append((keys[before], place + 1))
+            spans.append((keys[before], number + 1))
         runs: list[range] = []
         for start, stop in sorted(spans):
             if runs and start <= runs[-1].stop:
@@ -80,7 +80,7 @@ class PacketTable:
     def promised(self, run: range) -> set[int]:
         """When the expected frames of a run are shown; empty where `can_seek` is false. The run may begin with frames
         that refer to others before its first key frame: none of these count."""
-        stamps = (self.stamp(place) for place in run if self.can_seek and place in self._shown)
+        stamps = (self.stamp(number) for number in run if self.can_seek and number in self._shown)
         return {stamp for stamp in stamps if stamp >= self.stamp(run.start)}
 
     def unbroken(self, run: range) -> Iterator[list[av.Packet]]:
@@ -88,7 +88,7 @@ class PacketTable:
         from its last key frame on, a second time if they were in the edit before. A decoder that is not flushed there
         may take frames for those that it has shown."""
         for _, part in groupby(run, key=self._parts.__getitem__):
-            yield [self._packets[place] for place in part]
+            yield [self._packets[number] for number in part]
 
 
 def _read_packets(container: InputContainer, stream: VideoStream, guard: Guard, data: mmap.mmap) -> list[av.Packet]:

@@ -149,8 +149,8 @@ class _VideoFile:
             times = np.arange(len(stamps)) / rate
         else:
             times = np.array(known, float) * base.numerator / base.denominator
-            for place in np.flatnonzero(np.diff(times) < -17 / self.rate):  # recordings were joined
-                times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
+            for index in np.flatnonzero(np.diff(times) < -17 / self.rate):  # recordings were joined
+                times[index + 1 :] += times[index] - times[index + 1] + 1 / self.rate
         return Timeline(np.sort(times).tolist(), self.rate, self.sampling, self.guard)
 
     def seek(self, indices: Sequence[int]) -> FrameArray | None:
@@ -251,26 +251,26 @@ def declared_size(data: bytes | mmap.mmap) -> int:
 
 def _end_of_matroska(data: bytes | mmap.mmap) -> int:
     """An EBML header and one segment, each an id of four bytes, a size and its content (RFC 8794; RFC 9559)."""
-    place = 0
+    offset = 0
     for name in (_EBML, _SEGMENT):
-        start = place + 4
+        start = offset + 4
         length = 9 - int.from_bytes(data[start : start + 1]).bit_length()  # the leading zero bits of a size give it
-        if data[place:start] != name or length > 8:
+        if data[offset:start] != name or length > 8:
             break
         size, marker = int.from_bytes(data[start : start + length]), 1 << 7 * length
         if size == 2 * marker - 1:  # not known
             break
-        place = start + length + size - marker
-    return place
+        offset = start + length + size - marker
+    return offset
 
 
 def _end_of_riff(data: bytes | mmap.mmap) -> int:
     """One RIFF list, or several: beyond a gigabyte OpenDML continues in further ones."""
     end = padding = 0
     while data[end + padding : end + padding + 4] == b"RIFF":
-        place = end + padding
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
+        offset = end + padding
+        size = int.from_bytes(data[offset + 4 : offset + 8], "little")
         if size in (0, 0xFFFFFFFF):  # from a writer that could not go back to fill it in
             return end
-        end, padding = place + 8 + size, size % 2  # the padding of the last list is often left out
+        end, padding = offset + 8 + size, size % 2  # the padding of the last list is often left out
     return end

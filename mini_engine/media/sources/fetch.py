@@ -44,9 +44,9 @@ def fetch_data(url: str, policy: MediaPolicy, item: str = "media item") -> bytes
     blocks: list[bytes] = []
     rest = b""  # less than one group of four characters, and an escape that a block cuts
     try:
-        for place in range(data.begin, data.end, BLOCK_BYTES):
-            text = rest + data.whole[place : min(place + BLOCK_BYTES, data.end)]
-            cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < data.end else -1
+        for offset in range(data.begin, data.end, BLOCK_BYTES):
+            text = rest + data.whole[offset : min(offset + BLOCK_BYTES, data.end)]
+            cut = text.rfind(b"\\", -5) if offset + BLOCK_BYTES < data.end else -1
             text, rest = (text[:cut], text[cut:]) if cut >= 0 else (text, b"")
             if b"\\" in text:
                 text = msgspec.json.decode(b'"%b"' % text, type=str).encode("ascii")
@@ -108,7 +108,7 @@ def fetch_frames(
     return policy.checked(b"".join(images), item), Frames([len(image) for image in images], facts)
 
 
-def is_elsewhere(url: str) -> bool:
+def is_http_url(url: str) -> bool:
     """Whether `fetch_http` downloads this URL from another server; `fetch` reads the others."""
     return url[:4].lower() == "http"
 
@@ -123,7 +123,7 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
     follows from the length of the text and costs microseconds. For a file it is the present size. A lookup in a slow
     file system blocks, so call it in a thread where `is_local_file`. Raises MediaError where the fetch would, but for
     the content and for what the HTTP server does; OSError: see `out_of`."""
-    if is_elsewhere(url):
+    if is_http_url(url):
         parse_http(url, policy, item)
         return None
     if is_local_file(url):

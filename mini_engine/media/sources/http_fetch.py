@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
+from mini_engine.media.sources.policy import BLOCK_BYTES, CountBytes, MediaPolicy
 from mini_engine.protocol.api_errors import MediaError, out_of
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
@@ -41,16 +41,16 @@ _REFUSED = re.compile("[\x00-\x20\x7f-\x9f\\\\\ud800-\udfff]|^[^/?#]*//[^/?#]{26
 _LOOKUPS = ThreadPoolExecutor(32, "media-resolver")
 
 
-async def fetch_http(url: str, policy: MediaPolicy, item: str, received: Received) -> bytes:
+async def fetch_http(url: str, policy: MediaPolicy, item: str, count_bytes: CountBytes) -> bytes:
     """Returns the body of a 200 response. Compressed bodies are refused, so the byte limit covers what is returned.
-    Raises MediaError, OSError: see `out_of`; what `received` raises."""
+    Raises MediaError, OSError: see `out_of`; what `count_bytes` raises."""
     target, name = parse_http(url, policy, item), item
     try:
         async with asyncio.timeout(policy.media_fetch_timeout) as time_limit:
             for _ in range(1 + _MAX_REDIRECTS):
                 async with _request(target, policy, name) as response:
                     if response.status not in _REDIRECTS:
-                        return await _read_body(response, policy, name, received)
+                        return await _read_body(response, policy, name, count_bytes)
                     location = response.headers.get("Location", "")
                 name = f"{item}: after a redirect"
                 target = parse_http(location, policy, name, base=target)
@@ -119,7 +119,7 @@ class _Resolver(AbstractResolver):
         """Nothing is open."""
 
 
-async def _read_body(response: aiohttp.ClientResponse, policy: MediaPolicy, item: str, received: Received) -> bytes:
+async def _read_body(response: aiohttp.ClientResponse, policy: MediaPolicy, item: str, count: CountBytes) -> bytes:
     if response.status != 200:
         raise MediaError(item, f"the server responded with status {response.status}")
     for header, supported in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
@@ -129,7 +129,7 @@ async def _read_body(response: aiohttp.ClientResponse, policy: MediaPolicy, item
     data = BytesIO()  # getvalue() returns the buffer without a copy
     async for block in response.content.iter_chunked(BLOCK_BYTES):
         policy.check_size(data.tell() + len(block), item)
-        received(len(block))
+        count(len(block))
         data.write(block)
     return policy.checked(data.getvalue(), item)
 

@@ -18,7 +18,7 @@ Address = IPv4Address | IPv6Address
 AllowedHost = tuple[str, int | None]  # a host as `URL.raw_host` spells it, and a port; None allows every port
 Network = IPv4Network | IPv6Network
 # Receives the size of each downloaded block before the block is stored. An exception from it ends the fetch.
-Received = Callable[[int], None]
+CountBytes = Callable[[int], None]
 
 BLOCK_BYTES = 1 << 18  # received or decoded at once
 

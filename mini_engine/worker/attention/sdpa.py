@@ -45,8 +45,8 @@ ALIGNED = 8
 class KVCache:
     """`storage` is `[layers, 2, num_blocks + spare, block_size, kv_heads, head_dim]`, keys before values.
 
-    A token's cache index is block * block_size + its place in the block. Contents of a place that was never written are
-    undefined, NaN included. `spare` blocks after the others are in no sequence's table: what a padded batch writes goes
+    A token's cache index is block * block_size + its offset in the block. What was never written is undefined, NaN
+    included. `spare` blocks after the others are in no sequence's table: what a padded batch writes goes
     there. `states`: recurrent states, if the model has any.
     """
 

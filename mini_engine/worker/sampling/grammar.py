@@ -97,25 +97,25 @@ class Grammars:
         further. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager exited."""
         if not self._rows:
             return None, {}
-        problems: dict[int, Problem | None] = {}  # by place
+        problems: dict[int, Problem | None] = {}  # by the index of the mask
         while len(problems) < len(self._rows):
             try:
                 size = self._answers.recv_into(self._answer)
             except TimeoutError:
                 rows = enumerate(self._rows.values())
-                stalled = {row.digest for place, row in rows if place not in problems}
+                stalled = {row.digest for index, row in rows if index not in problems}
                 self._send(ManagerRequest(stalled=[*stalled]))
                 continue
             if not size:
                 raise RuntimeError("the grammar manager exited")
             answer = _decoder.decode(self._answer[:size])
             if answer.step == self._step:
-                problems |= dict.fromkeys(answer.places, answer.problem)
+                problems |= dict.fromkeys(answer.masks, answer.problem)
         if self._masks is None:  # the manager gave it its size before it compiled the first grammar
             self._masks = mmap.mmap(self._memory, 0)
-        places = [place for place in range(len(problems)) if not problems[place]]
-        bars = bars_of(self._masks, self._max_rows, places, packed=ops.triton_obstacle(device) is None)
-        by_row = {row: problems[place] for place, row in enumerate(self._rows)}
+        filled = [index for index in range(len(problems)) if not problems[index]]
+        bars = bars_of(self._masks, self._max_rows, filled, packed=ops.triton_obstacle(device) is None)
+        by_row = {row: problems[index] for index, row in enumerate(self._rows)}
         masks = Masks([row for row, problem in by_row.items() if not problem], bars)
         return masks, {row: problem for row, problem in by_row.items() if problem}
 
@@ -142,7 +142,7 @@ class Grammars:
                 self._report(msgspec.msgpack.decode(self._reports.recv_bytes(), type=GrammarReady))
 
 
-def bars_of(masks: memoryview | mmap.mmap, num_masks: int, places: Sequence[int], packed: bool = False) -> Tensor:
+def bars_of(masks: memoryview | mmap.mmap, num_masks: int, indices: Sequence[int], packed: bool = False) -> Tensor:
     """`Masks.bars` of some of the masks that `matchers.py` has filled; `packed` for logits that are `ops.fused`."""
-    bars = ~np.frombuffer(masks, np.int32).reshape(num_masks, -1)[places]
+    bars = ~np.frombuffer(masks, np.int32).reshape(num_masks, -1)[indices]
     return torch.from_numpy(bars if packed else np.unpackbits(bars.view(np.uint8), axis=1, bitorder="little"))

@@ -35,22 +35,24 @@ from mini_engine.launch.process_setup import be_expendable, die_with_parent, ign
 from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
-COMPILE_SECONDS = 1  # of processor time, with the first mask
+# The limits of a grammar's process. Of processor time to compile the grammar, with the first mask:
+COMPILE_SECONDS = 1
 # Of private memory, beyond what is there before it compiles: a schema of 100,000 characters takes 50 MB, and 64 outputs
 # 20 MB more.
 MEMORY_BYTES = 128 << 20
 IDLE_BYTES = 16 << 20  # of it that a process may have to be kept
-# Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
-# `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
-# which they share as much in a step; what they take less goes there.
+# Of processor time for the masks of a step. While the model runs they delay nothing; beyond that all processes share
+# STEP_SECONDS, and each has ROW_SECONDS for each of its rows. A process that takes more uses up its SPARE_SECONDS, and
+# one that takes less gets them back. In one step all may use as many together, each at least LEAST_SPARE.
 STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.01, 0.0005, 0.06, 0.01
 # On the clock, without a report or an answer and without any processor time: the process is stopped. One that runs has
 # the limits above, however little of a busy machine it gets.
 STALLED_COMPILE_SECONDS, STALLED_SECONDS = 5, 0.5
-REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
-RECEIVED_BYTES = 4096  # at a time
-ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once, as it does 50,000 places
+REFUSED_SECONDS, MAX_REFUSED = 600, 1000  # for how long, and how many, grammars that exceeded a limit are refused
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
+
+RECEIVED_BYTES = 4096  # at a time
+ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once, as is one for 50,000 rows
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
 SLOW_COMPILE = Problem(TOO_MUCH.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile"))
@@ -90,7 +92,7 @@ class MaskWork(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     finished: list[str]  # outputs
-    rows: list[tuple[int, Row]]  # with the places of their masks
+    rows: list[tuple[int, Row]]  # with the indices of their masks
     seconds: float  # of processor time for the masks
     spare: float  # of the process's spare seconds, at most
 
@@ -100,11 +102,13 @@ class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
     wakes no process."""
 
     step: int
-    places: list[int]  # of some rows of the step
-    problem: Problem | None  # of all these; None: their masks are there
+    masks: list[int]  # indices of the masks of some rows of the step
+    problem: Problem | None  # why none of these could be filled; None: all are filled
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+# --- the manager -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -114,19 +118,19 @@ class _Process:
     pid: int
     connection: socket.socket
     grammar: Grammar
-    seen: float = field(default_factory=time.monotonic)  # when it was last found to run
-    used: float = 0.0  # seconds of processor time, until then
+    last_run: float = field(default_factory=time.monotonic)  # when it was last found to run
+    cpu_seconds: float = 0.0  # until then
     is_compiled: bool = False
     finished: list[str] = field(default_factory=list)  # outputs that it is to drop before it fills the next masks
     step: int = 0  # the last for which it had rows
-    places: list[int] = field(default_factory=list)  # of these
+    masks: list[int] = field(default_factory=list)  # of these
 
-    def has_run(self) -> bool:
+    def poll_has_run(self) -> bool:
         """Whether it has taken processor time since the last call."""
-        before, self.used = self.used, time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
-        if self.used > before:
-            self.seen = time.monotonic()
-        return self.used > before
+        before, self.cpu_seconds = self.cpu_seconds, time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
+        if self.cpu_seconds > before:
+            self.last_run = time.monotonic()
+        return self.cpu_seconds > before
 
 
 class Manager:
@@ -141,10 +145,10 @@ class Manager:
         self._idle: dict[bytes, _Process] = {}  # by the digest that they have compiled, the longest unused first
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
-        self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
+        self._max_compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
         self._refused: dict[bytes, tuple[float, Problem]] = {}  # until when, and why
         self._selector = selectors.DefaultSelector()
-        self._selector.register(requests, selectors.EVENT_READ, self._take_request)
+        self._selector.register(requests, selectors.EVENT_READ, self._on_request)
 
     def serve(self) -> None:
         """Until rank 0 closes its connection: raises EOFError."""
@@ -157,12 +161,12 @@ class Manager:
             for process in compiling:
                 if process.is_compiled or self._processes.get(process.grammar.digest) is not process:
                     continue  # reported or ended meanwhile
-                if not process.has_run() and time.monotonic() - process.seen > STALLED_COMPILE_SECONDS:
+                if not process.poll_has_run() and time.monotonic() - process.last_run > STALLED_COMPILE_SECONDS:
                     self._on_exit(process)
             while self._queues and self._start_next():
                 pass
 
-    def _take_request(self) -> None:
+    def _on_request(self) -> None:
         request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=ManagerRequest)
         for digest, request_id in request.finished:
             if digest in self._processes:
@@ -178,7 +182,7 @@ class Manager:
             else:
                 self._queues.setdefault(grammar.client, {})[grammar.digest] = grammar
         for digest in request.stalled:
-            if digest in self._processes and not self._processes[digest].has_run():
+            if digest in self._processes and not self._processes[digest].poll_has_run():
                 self._on_exit(self._processes[digest])
         if request.rows:
             self._send_work(request)
@@ -186,21 +190,21 @@ class Manager:
     def _send_work(self, request: ManagerRequest) -> None:
         """Have the masks of a step's rows filled, by all processes at once."""
         rows = defaultdict[bytes, list[tuple[int, Row]]](list)
-        for place, row in enumerate(request.rows):
-            rows[row.digest].append((place, row))
+        for index, row in enumerate(request.rows):
+            rows[row.digest].append((index, row))
         share = 1 / len(rows)
         seconds, spare = share * (request.seconds + STEP_SECONDS), max(LEAST_SPARE, share * SPARE_SECONDS)
         for digest, own in rows.items():
-            places, process = [place for place, _ in own], self._processes.get(digest)
+            masks, process = [index for index, _ in own], self._processes.get(digest)
             if process is None:
-                self._answer(MaskAnswer(request.step, places, self._refusal(digest) or KILLED))
+                self._answer(MaskAnswer(request.step, masks, self._refusal(digest) or KILLED))
                 continue
             work = MaskWork(request.step, process.finished, own, seconds + ROW_SECONDS * len(own), spare)
-            process.finished, process.step, process.places = [], request.step, places
+            process.finished, process.step, process.masks = [], request.step, masks
             with contextlib.suppress(OSError):  # it was killed or is stalled, as is found later
                 process.connection.sendall(_encode(work))
 
-    def _take_report(self, process: _Process) -> None:
+    def _on_report(self, process: _Process) -> None:
         """A process has compiled its grammar, or exited."""
         try:
             problem = msgspec.msgpack.decode(process.connection.recv(RECEIVED_BYTES), type=Problem | None)
@@ -226,12 +230,12 @@ class Manager:
             if status == signal.SIGPROF:
                 problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
             self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
-            if len(self._refused) > REFUSED:
+            if len(self._refused) > MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]
             if process.is_compiled:
                 self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
         if process.is_compiled:
-            self._answer(MaskAnswer(process.step, process.places, problem))  # perhaps once more, or late
+            self._answer(MaskAnswer(process.step, process.masks, problem))  # perhaps once more, or late
         else:
             self._report(process.grammar, problem)
 
@@ -260,8 +264,8 @@ class Manager:
         self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(grammar.number, grammar.digest, problem)))
 
     def _start_next(self) -> bool:
-        """Clients take turns. Of each one grammar at a time is compiled, and none may have all places. False: all that
-        are queued have to wait."""
+        """Clients take turns. Of each one grammar at a time is compiled, and none may have all processes. False: all
+        that are queued have to wait."""
         now, rows = time.monotonic(), self._vocabulary.rows
         self._pauses = {client: until for client, until in self._pauses.items() if until > now}
         processes = self._processes.values()
@@ -270,7 +274,7 @@ class Manager:
         for client in list(self._queues):
             if not self._queues[client]:
                 del self._queues[client]
-            elif len(compiling) == self._compiling or len(self._processes) >= 4 * rows:
+            elif len(compiling) == self._max_compiling or len(self._processes) >= 4 * rows:
                 return False
             elif client not in compiling and client not in self._pauses and used[client] < rows:
                 queue = self._queues[client] = self._queues.pop(client)
@@ -294,7 +298,7 @@ class Manager:
             self._report(grammar, Problem(text, retry=True))
             return
         self._processes[grammar.digest] = process = _Process(pid, connection, grammar)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._take_report, process))
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._on_report, process))
 
     def _reuse(self, grammar: Grammar) -> tuple[int, socket.socket] | None:
         """Have the process that was unused for longest compile the grammar, if there are as many as rows. None: it gets
@@ -316,7 +320,7 @@ class Manager:
         pid = os.fork()
         if pid == 0:
             try:
-                _follow(self._vocabulary, grammar.text, child_end, self._answers, manager)
+                _run(self._vocabulary, grammar.text, child_end, self._answers, manager)
             finally:
                 os._exit(1)  # whatever happened: the manager's code ends here
         child_end.close()
@@ -343,7 +347,10 @@ class Manager:
         return status
 
 
-def _follow(
+# --- the process of a grammar ----------------------------------------------------------------------------------------
+
+
+def _run(
     vocabulary: MaskVocabulary, grammar: str, connection: socket.socket, answers: socket.socket, manager: int
 ) -> None:
     """What a grammar's process does, until it is killed."""
@@ -375,8 +382,8 @@ def _fill_masks(matchers: Matchers, connection: socket.socket, answers: socket.s
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
         for problem in {*problems.values()}:
-            places = [place for place, each in problems.items() if each == problem]
-            answers.send(_encode(MaskAnswer(work.step, places, problem)))
+            masks = [index for index, each in problems.items() if each == problem]
+            answers.send(_encode(MaskAnswer(work.step, masks, problem)))
     return work
 
 

@@ -31,7 +31,7 @@ _NUMBER_TOKENS = 48  # more than a limited number has
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A row of a step's logits: an output that continues. Its mask's place is that of the row among the step's rows."""
+    """A row of a step's logits: an output that continues. Its mask's index is that of the row among the step's rows."""
 
     digest: bytes  # of the grammar
     request_id: str
@@ -84,15 +84,15 @@ class Matchers:
             self._outputs.pop(request_id, None)
 
     def fill(self, rows: Sequence[tuple[int, Row]]) -> dict[int, Problem | None]:
-        """Fill the masks at these places. By place, why an output can be followed no further, such as the grammar's
-        complexity; None: its mask is there."""
-        matchers = [(self._advance(row), place) for place, row in rows]
-        self._compute([(matcher, place) for matcher, place in matchers if not matcher.is_error()])
-        problems = {place: _problem_of(matcher) for matcher, place in matchers}
+        """Fill the masks with these indices. By index, why an output can be followed no further, such as the grammar's
+        complexity; None: its mask is filled."""
+        matchers = [(self._advance(row), index) for index, row in rows]
+        self._compute([(matcher, index) for matcher, index in matchers if not matcher.is_error()])
+        problems = {index: _problem_of(matcher) for matcher, index in matchers}
         size = self._vocabulary.mask_bytes
-        for place, row in rows:
-            if not problems[place]:
-                self._adjust(row, self._vocabulary.masks[place * size : (place + 1) * size])
+        for index, row in rows:
+            if not problems[index]:
+                self._adjust(row, self._vocabulary.masks[index * size : (index + 1) * size])
         return problems
 
     def _advance(self, row: Row) -> LLMatcher:
@@ -107,8 +107,8 @@ class Matchers:
     def _compute(self, matchers: list[tuple[LLMatcher, int]]) -> None:
         address, size = self._vocabulary.address, self._vocabulary.mask_bytes
         if len(matchers) <= IN_TURN:
-            for matcher, place in matchers:
-                matcher.unsafe_compute_mask_ptr(address + place * size, size)
+            for matcher, index in matchers:
+                matcher.unsafe_compute_mask_ptr(address + index * size, size)
             return
         if self._executor is None:
             self._executor = LLExecutor(min(4, len(os.sched_getaffinity(0))))

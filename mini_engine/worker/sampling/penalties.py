@@ -43,9 +43,9 @@ class LogitsProcessors:
         self._mask_stop_tokens()
         # As arrays: a list of all takes several times as long, at each change of the batch.
         biases = [(i * vocab_size, p.logit_bias) for i, p in enumerate(self._params) if p.logit_bias]
-        places = [begin + np.fromiter(bias, np.int64) for begin, bias in biases]
+        indices = [begin + np.fromiter(bias, np.int64) for begin, bias in biases]
         values = [np.fromiter(bias.values(), np.float32) for _, bias in biases]
-        self._biased = self._joined(np.int64, places)
+        self._biased = self._joined(np.int64, indices)
         self._biases = self._joined(np.float32, values)
 
         penalised = [i for i, sequence in enumerate(sequences) if sequence.sampling.penalises]
@@ -86,8 +86,8 @@ class LogitsProcessors:
         if len(self._penalised):
             self._add(self._starts + tokens.index_select(0, self._penalised))
 
-    def _add(self, places: Tensor) -> None:
-        self._counts.view(-1).index_add_(0, places, self._once.expand(len(places)))
+    def _add(self, indices: Tensor) -> None:
+        self._counts.view(-1).index_add_(0, indices, self._once.expand(len(indices)))
 
     def _mask_stop_tokens(self) -> None:
         """Set which are barred from this step on, and the step at which that changes."""

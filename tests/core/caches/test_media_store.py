@@ -9,7 +9,7 @@ import pytest
 
 from mini_engine.core.caches.media_store import LruDict, MediaStore
 from mini_engine.messages import FoundMedia, ItemFacts, StoreHandle
-from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
+from mini_engine.transport.page_allocator import HIGH_WATER_STEP, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
 PAGES = 12  # of the store in the random test
@@ -120,13 +120,13 @@ def test_any_use_keeps_to_the_record(seed):
 
 
 def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
-    available = HIGH_WATER_PAGES * PAGE_BYTES
+    available = HIGH_WATER_STEP * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
-    first, second = (media(number, 2 * HIGH_WATER_PAGES) for number in (1, 2))
+    first, second = (media(number, 2 * HIGH_WATER_STEP) for number in (1, 2))
     store.reserve((7, "r"), first)
     store.written(first.media_hash, [])
     available = 0
-    assert store.reserve((7, "r"), second).extents == [(0, HIGH_WATER_PAGES)]
+    assert store.reserve((7, "r"), second).extents == [(0, HIGH_WATER_STEP)]
     store.written(second.media_hash, [(7, "r")])
     assert store.num_evictions == 1
     assert store.reserve((7, "r"), media(3, 1)).outcome == "full"
@@ -134,11 +134,11 @@ def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
 
 def test_raised_mark_is_reported_if_ranks_register_the_memory():
     marks: list[int] = []
-    store = MediaStore(4 * HIGH_WATER_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, register=marks.append)
-    for number, rows in ((1, 1), (2, 1), (3, 2 * HIGH_WATER_PAGES)):
+    store = MediaStore(4 * HIGH_WATER_STEP * PAGE_BYTES, ROW, lambda: PLENTY, register=marks.append)
+    for number, rows in ((1, 1), (2, 1), (3, 2 * HIGH_WATER_STEP)):
         store.reserve((7, "r"), media(number, rows))
         store.written(media(number, rows).media_hash, [])
-    assert marks == [HIGH_WATER_PAGES * PAGE_BYTES, 2 * HIGH_WATER_PAGES * PAGE_BYTES]
+    assert marks == [HIGH_WATER_STEP * PAGE_BYTES, 2 * HIGH_WATER_STEP * PAGE_BYTES]
 
 
 def test_what_was_used_last_is_kept_within_the_capacity() -> None:

@@ -40,8 +40,8 @@ SAMPLING = VideoSampling(num_frames=8)
 class Decoders:
     """A pool, and the processes it has."""
 
-    def __init__(self, places: int = 2, name: str = "test", **limits: Any):
-        self.pool = DecoderPool(name, places, DecodeLimits.of(EngineConfig(**limits)), 1 << 28)
+    def __init__(self, max_busy: int = 2, name: str = "test", **limits: Any):
+        self.pool = DecoderPool(name, max_busy, DecodeLimits.of(EngineConfig(**limits)), 1 << 28)
         self.counted: list[int] = []
         self.pool.count_decoded = self.counted.append
 
@@ -103,7 +103,7 @@ def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailP
 
 
 async def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
-    async with running(places=1) as decoders:
+    async with running(max_busy=1) as decoders:
         (first,) = await decoders.settled(2) - {max(decoders.pids())}
         large = clips.remuxed(clips.encode(1, 2000, 1700, codec="mpeg4"), "mp4", times=8)
         for data in (GOOD, clips.encode(9, 32, 16), large, GOOD):
@@ -138,7 +138,7 @@ async def test_every_kind_of_file_is_decoded_in_the_sandbox() -> None:
     videos = [clips.cached(codec, container, 31, g="5") for codec, container in clips.ALL]
     images = [saved(tall(), format) for format in FORMATS]
 
-    async with running(places=1) as decoders:
+    async with running(max_busy=1) as decoders:
         for data in videos:
             await decoders.check(data)
         for data in images:
@@ -167,7 +167,7 @@ def attacks_on_files(file: Path) -> list[str]:
 async def attack(attacks: list[str], **more: Any) -> dict[str, str]:
     """How each fails in a decoder that has filled much of its output memory, and decodes right afterwards."""
     lines = ["#", "os.write(2, b'forged line')", "output[: 1 << 27 : mmap.PAGESIZE].fill(1)", *attacks]
-    async with running(places=1, **more) as decoders:
+    async with running(max_busy=1, **more) as decoders:
         await decoders.pool.start()
         with pytest.raises(MediaError) as error:
             await decoders.decode("\n".join(lines).encode(), modality="image")
@@ -232,7 +232,7 @@ async def test_an_answer_that_cannot_be_right_ends_its_decoder() -> None:
             datagrams = [msgspec.msgpack.encode(reply).replace(b"~~~", b"\xed\xa0\x80") for reply in replies]
             lines = ["#", *(f"os.write(spec.connection, {datagram})" for datagram in datagrams), "os._exit(0)"]
             files.append(("\n".join(lines).encode(), modality))
-    async with running(places=len(files)) as decoders:
+    async with running(max_busy=len(files)) as decoders:
         counted, sent = exits("crash"), [decoders.decode(data, modality=modality) for data, modality in files]
         errors = await asyncio.gather(*sent, return_exceptions=True)
         assert [str(error) for error in errors if "crashes its decoder" not in str(error)] == []
@@ -299,7 +299,7 @@ async def test_a_decoder_that_dies_while_its_api_server_loads_costs_no_start() -
 
 
 async def test_a_job_that_is_cancelled_while_its_decoder_starts_leaves_a_spare() -> None:
-    decoders, before = Decoders(places=1), {*descendants(os.getpid())}
+    decoders, before = Decoders(max_busy=1), {*descendants(os.getpid())}
     waiting = asyncio.ensure_future(decoders.decode())
     await eventually(lambda: {*descendants(os.getpid())} - before)
     (starting,) = {*descendants(os.getpid())} - before
@@ -312,7 +312,7 @@ async def test_a_job_that_is_cancelled_while_its_decoder_starts_leaves_a_spare()
 
 async def test_a_decoder_that_cannot_be_started_says_what_the_host_is_out_of() -> None:
     """So that the request is counted as one that the host refuses. The next one is decoded."""
-    decoders, (soft, hard) = Decoders(places=1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    decoders, (soft, hard) = Decoders(max_busy=1), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # each further one is EMFILE
     try:
         with pytest.raises(OSError) as caught:
@@ -333,7 +333,7 @@ async def test_a_pool_that_is_closed_before_its_spare_starts_starts_none() -> No
 
 
 async def test_a_pool_that_is_closed_while_a_decoder_starts_leaves_no_reader_of_its_descriptor() -> None:
-    decoders = Decoders(places=1)
+    decoders = Decoders(max_busy=1)
     starting = asyncio.ensure_future(decoders.pool.start())
     await eventually(lambda: len(decoders.pids()) == 1)
     decoders.pool.close()
@@ -350,7 +350,7 @@ async def test_a_pool_that_is_closed_while_a_decoder_starts_leaves_no_reader_of_
 @pytest.mark.parametrize("stuck", [False, True])
 async def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
     """By the flag that the decode loop reads, so that its decoder lives on; or by SIGKILL."""
-    async with running(places=1) as decoders:
+    async with running(max_busy=1) as decoders:
         counted = exits("cancelled")
         failpoint.arm()
         leaving = asyncio.ensure_future(decoders.decode())
@@ -360,13 +360,13 @@ async def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> No
             await leaving
         if not stuck:
             failpoint.release()
-        await decoders.check()  # the only place is free again
+        await decoders.check()  # the only permit is free again
         assert exits("cancelled") == counted + stuck
         assert (pid in await decoders.settled(2)) == (not stuck)
 
 
 async def test_items_of_one_request_leave_places_to_other_requests() -> None:
-    async with running(places=1) as decoders:
+    async with running(max_busy=1) as decoders:
         order: list[str] = []
 
         async def decode(owner: str) -> None:
@@ -379,7 +379,7 @@ async def test_items_of_one_request_leave_places_to_other_requests() -> None:
 
 
 async def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
-    async with running(places=1, media_decode_timeout=0.3) as decoders:
+    async with running(max_busy=1, media_decode_timeout=0.3) as decoders:
         endless = [decoders.decode(corpus.mp4_of_associations(), str(number)) for number in range(16)]
         outcomes = await asyncio.gather(*endless, return_exceptions=True)
         late = "video 1: no media decoder was free within 1.2 s; retry later"
@@ -392,7 +392,7 @@ async def test_decoding_needs_little_memory() -> None:
     hdr = clips.encode_in(18, clips.decode_all(GOOD))
     untagged = clips.remuxed(clips.encode(1, 1280, 960, codec="mpeg4"), "mp4", times=8)
 
-    async with running(places=1, media_decoder_memory=20 << 20) as decoders:
+    async with running(max_busy=1, media_decoder_memory=20 << 20) as decoders:
         for data in (hdr, *[untagged] * 10):
             await decoders.check(data)
 
@@ -422,5 +422,5 @@ async def test_an_attack_is_contained() -> None:
         for task, (_, _, named) in zip(sent, attacks, strict=True):
             with pytest.raises((MediaError, DecoderUnavailable), match=named):
                 await task
-        await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are places, and a spare
+        await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are max_busy, and a spare
         assert memory(os.getpid(), "VmRSS") - before < 64 << 20

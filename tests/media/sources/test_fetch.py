@@ -14,7 +14,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.hashing import content_digest
-from mini_engine.media.sources.fetch import Frames, declared_size, fetch_data, fetch_frames, is_elsewhere, is_local_file
+from mini_engine.media.sources.fetch import Frames, declared_size, fetch_data, fetch_frames, is_http_url, is_local_file
 from mini_engine.media.sources.local_files import SETTLED_NS, read_file
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.api_errors import MediaError
@@ -77,7 +77,7 @@ def test_declared_size(tmp_path: Path) -> None:
             with pytest.raises(MediaError, match=flag):
                 declared_size(url, allowed)
     assert [is_local_file(url) for url in urls] == [False, True, False]
-    assert [is_elsewhere(url) for url in urls] == [False, False, True]
+    assert [is_http_url(url) for url in urls] == [False, False, True]
 
 
 # --- local files ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from mini_engine.media.sources import http_fetch
 from mini_engine.media.sources.http_fetch import fetch_http
-from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
+from mini_engine.media.sources.policy import BLOCK_BYTES, CountBytes, MediaPolicy
 from mini_engine.protocol.api_errors import MediaError
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from tests.support.web import WebServer, chunked, make_certificate, response
@@ -38,8 +38,8 @@ class Names:
         return [(0, 0, 0, "", (address, port)) for address in self.names[host.lower()]]
 
 
-def download(url: str, policy: MediaPolicy, received: Received = lambda _: None) -> bytes:
-    return asyncio.run(fetch_http(url, policy, "video 1", received))
+def download(url: str, policy: MediaPolicy, count_bytes: CountBytes = lambda _: None) -> bytes:
+    return asyncio.run(fetch_http(url, policy, "video 1", count_bytes))
 
 
 def refusal(url: str, policy: MediaPolicy) -> str:
