@@ -138,6 +138,8 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
 
 def _header(file: Path) -> list[Stored]:
     try:
+        if not file.is_file():  # to open a pipe would wait for another process
+            raise ValueError("it is not a regular file")
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             start = 8 + int.from_bytes(opened.read(8), "little")
@@ -155,8 +157,14 @@ def _header(file: Path) -> list[Stored]:
         if end != size:
             raise ValueError(f"it has {size} bytes, its tensors end at {end}")
         return tensors
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from None
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file} cannot be read ({error.strerror}); check its permissions and its disk")
 
 
 def _bits(dtype: str) -> int:
@@ -168,7 +176,7 @@ def _bits(dtype: str) -> int:
 def read_tensor(stored: Stored, rows: slice | None = None, into: Tensor | None = None) -> Tensor:
     """Some rows of a tensor, by default all; one without axes has one row. `into`: contiguous memory on the CPU, of
     their shape and dtype, to read them to. Not through a mapping of the file: its page faults cost more than a copy
-    does, and the kernel reads ahead less. Raises CheckpointError: the file has become shorter."""
+    does, and the kernel reads ahead less. Raises CheckpointError: the file cannot be read, or has become shorter."""
     shape, dtype = stored.shape or (1,), DTYPES[stored.dtype]
     rows = rows or slice(0, shape[0])
     if stored.columns is not None:
@@ -179,10 +187,13 @@ def read_tensor(stored: Stored, rows: slice | None = None, into: Tensor | None =
     tensor = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype) if into is None else into
     offset = stored.offset + rows.start * math.prod(shape[1:]) * dtype.itemsize
     target = tensor.view(-1).view(torch.uint8).numpy().data
-    with FileIO(stored.file) as file:
-        while target:
-            count = os.preadv(file.fileno(), [target], offset)
-            if not count:
-                raise CheckpointError(f"{stored.file} has become shorter while it was read; download it again")
-            offset, target = offset + count, target[count:]
+    try:
+        with FileIO(stored.file) as file:
+            while target:
+                count = os.preadv(file.fileno(), [target], offset)
+                if not count:
+                    raise CheckpointError(f"{stored.file} has become shorter while it was read; download it again")
+                offset, target = offset + count, target[count:]
+    except OSError as error:
+        raise _unreadable(stored.file, error) from None
     return tensor

@@ -177,6 +177,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Build from the parsed json. Raises ValueError: an unsupported architecture or setting, a missing field."""
+        if not isinstance(raw, dict):
+            raise ValueError("config.json is not a JSON object; download it again")
         spec = find_spec(raw.get("architectures"))
         text = raw.get("text_config") or raw
         # The second name is that of llm-compressor's first files.
@@ -196,6 +198,8 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks the field {error}") from None
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"config.json has a field of a wrong type ({error}); download it again") from None
 
 
 def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:

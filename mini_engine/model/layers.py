@@ -132,9 +132,11 @@ def pack_later(module: nn.Module) -> Iterator[None]:
 def single_threads(count: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that torch may be used in: each would otherwise start as many of OpenMP's."""
     of_others = torch.get_num_threads()
-    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield pool
-    torch.set_num_threads(of_others)  # of threads that torch meets later; this one has kept its own
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(of_others)  # of threads that torch meets later; this one has kept its own
 
 
 def _trim(number: int) -> None:

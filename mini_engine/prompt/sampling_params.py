@@ -188,4 +188,6 @@ def _read(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a JSON object; download it again")
     return {name: value for name, value in values.items() if value is not None}

@@ -1,6 +1,8 @@
 """The files of a checkpoint: any that is missing, damaged or of another kind is named, with the remedy."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,21 @@ def test_a_file_that_is_cut_short_is_named(sharded, kept):
     broken.write_bytes(broken.read_bytes()[:kept])
     assert f"{broken} is truncated or not a safetensors file" in refusal(sharded)
     assert "download it again" in refusal(sharded)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_named(make, tmp_path):
+    make(tmp_path / "model.safetensors")
+    assert "model.safetensors is truncated or not a safetensors file (it is not a regular file)" in refusal(tmp_path)
+
+
+def test_a_file_that_cannot_be_opened_is_named(sharded, monkeypatch):
+    def refuse(self, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("mini_engine.model.checkpoint._read_index", lambda path: {})
+    assert f"{shards(sharded)[0]} cannot be read (Permission denied); check its permissions" in refusal(sharded)
 
 
 @pytest.mark.parametrize(

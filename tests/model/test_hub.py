@@ -81,6 +81,7 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
         ("Qwen2.5-VL-7B-Instruct", {"architectures": None}, "none given"),
         ("Qwen2.5-VL-7B-Instruct", {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
         ("Qwen2.5-VL-7B-Instruct", {"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
+        ("Qwen2.5-VL-7B-Instruct", {"rope_scaling": "x"}, "has a field of a wrong type .*; download it again"),
         ("Qwen2.5-VL-7B-Instruct", {"use_sliding_window": True}, "use_sliding_window"),
         ("Qwen2.5-VL-7B-Instruct", {"torch_dtype": "int8"}, "dtype 'int8'"),
         ("Qwen3.5-35B-A3B", {"norm_topk_prob": False}, "norm_topk_prob False"),

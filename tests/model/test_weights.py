@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import PROGRESS_LINES, PROGRESS_SECONDS, CheckpointError, Progress
 from mini_engine.model.layers import pack_later, weight_slices_of
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.quantized_files import find_weights
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
 from tests.support import script, tiny
@@ -92,6 +94,30 @@ def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy
     raw["tie_word_embeddings"] = raw["text_config"]["tie_word_embeddings"] = False
     (copy / "config.json").write_text(json.dumps(raw))
     tiny.assert_logits(script.logits(load(copy), family, ["text"]), theirs, family)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: os.truncate(file, file.stat().st_size // 2), "has become shorter while it was read; download it"),
+        (Path.unlink, r"cannot be read \(No such file or directory\); check its permissions and its disk"),
+    ],
+)
+def test_an_error_in_a_reading_thread_is_named_and_leaves_the_number_of_threads(damage, message, copy, monkeypatch):
+    """The file is damaged once its header is read."""
+
+    def find_and_damage(*args):
+        found = find_weights(*args)
+        damage(copy / FILE)
+        return found
+
+    numbers = list[int]()
+    monkeypatch.setattr(weights, "find_weights", find_and_damage)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(copy / FILE))} {message}"):
+        load(copy)
+    assert numbers.pop() == 3 and set(numbers) == {1}
 
 
 def test_no_weights_at_all(copy):

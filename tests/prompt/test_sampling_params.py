@@ -47,6 +47,15 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
     assert SamplingDefaults.load(str(model_dir), str(other)).top_p == 0.25
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"), [("{", "is not JSON"), ("[1]", "is not a JSON object; download it again")]
+)
+def test_defaults_that_cannot_be_read_are_named(text: str, problem: str, model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"generation_config.json {problem}"):
+        SamplingDefaults.load(str(model_dir), "auto")
+
+
 def test_the_request_goes_over_the_defaults() -> None:
     defaults = SamplingDefaults(0.5, 0.9, 20, 0.05, 1.2, 9, (7,))
     params = resolver(defaults).resolve(chat(), 10)

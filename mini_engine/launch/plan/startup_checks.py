@@ -7,6 +7,8 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
 from mini_engine.launch.plan import parallelism
@@ -105,8 +107,7 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
         weight_bits(config.quantization, model.quantization)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
-    if not (Path(model_dir) / "tokenizer.json").is_file():
-        raise ConfigError(f"{model_dir} has no tokenizer.json; write it with `save_pretrained` of the tokenizer")
+    _check_tokenizer(Path(model_dir) / "tokenizer.json")
     text, vision_heads, longest = model.text, model.vision.num_heads, model.text.max_position_embeddings
     heads, kv_heads, recurrent_heads = text.num_heads, text.num_kv_heads, text.linear.k_heads if text.linear else 0
     ranks = config.tensor_parallel_size
@@ -122,6 +123,18 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
     if (config.max_model_len or 0) > longest:
         raise ConfigError(f"--max-model-len: {config.max_model_len} exceeds the model's context length, {longest}")
     return model
+
+
+def _check_tokenizer(path: Path) -> None:
+    """Here, since each process that loads it, in seconds, would report the same."""
+    if not path.is_file():
+        raise ConfigError(f"{path.parent} has no {path.name}; write it with `save_pretrained` of the tokenizer")
+    try:
+        msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); check its permissions and its disk") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is truncated or not a JSON object ({error}); download it again") from None
 
 
 def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLimits) -> list[str]:

@@ -109,8 +109,17 @@ def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch)
 def test_files_that_are_missing_or_damaged_are_named(model):
     config, unusable = model / "config.json", f"the model in {model} cannot be served: "
     for change, error in (
+        (
+            lambda: (model / "tokenizer.json").write_text('{"model": {"vocab"'),
+            "tokenizer.json is truncated or not a JSON",
+        ),
+        (
+            lambda: (model / "tokenizer.json").write_text("[]"),
+            "tokenizer.json is truncated or not a JSON object .*; down",
+        ),
         ((model / "tokenizer.json").unlink, f"{model} has no tokenizer.json; write it with"),
         (lambda: config.write_text('{"a": 1} x'), f"{unusable}.*Extra data"),
+        (lambda: config.write_text("[]"), f"{unusable}config.json is not a JSON object; download it again"),
         (config.unlink, f"{unusable}.*No such file .*config.json"),
     ):
         change()
