@@ -5,7 +5,6 @@ the server, and a stream costs aiohttp a fifth of what httpx takes.
 """
 
 import asyncio
-import contextlib
 import io
 import itertools
 import time
@@ -73,13 +72,13 @@ class Outcome:
         return [after - before for before, after in itertools.pairwise(self.chunks)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """The outcomes of all requests, in their order; and the client's own CPU time, as a share of one core."""
 
     outcomes: list[Outcome]
-    begun: float
-    seconds: float  # from the start to the end of the last request
+    begun: float = 0.0
+    seconds: float = 0.0  # from the start to the end of the last request
     cpu_share: float = 0.0
 
 
@@ -100,35 +99,40 @@ def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generato
     return np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count))
 
 
-async def send_all(target: Target, bodies: Sequence[bytes], starts: Iterable[float], at_once: int | None) -> Run:
+def send_all(target: Target, bodies: Sequence[bytes], starts: Iterable[float], at_once: int | None) -> Run:
     """Send request i `starts[i]` seconds after the start, or once there is room for it, and wait for all. Raises
-    Interrupted, which ends the event loop, when it is cancelled."""
-    room = asyncio.Semaphore(at_once or len(bodies))
+    Interrupted."""
+    run = Run([Outcome(error="interrupted") for _ in bodies])
+    try:
+        asyncio.run(_send_all(run, target, bodies, starts, asyncio.Semaphore(at_once or len(bodies))))
+    except KeyboardInterrupt as error:
+        raise Interrupted(run) from error
+    return run
+
+
+async def _send_all(
+    run: Run, target: Target, bodies: Sequence[bytes], starts: Iterable[float], room: asyncio.Semaphore
+) -> None:
     bar = tqdm(total=len(bodies), unit=" requests", disable=target.disable_tqdm or None)  # None: only on a terminal
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
     timeout = aiohttp.ClientTimeout()  # none
 
-    outcomes, is_whole = [Outcome(error="interrupted") for _ in bodies], False
-
     async def one(http: aiohttp.ClientSession, number: int) -> None:
         async with room:
-            outcomes[number] = await ask(http, target.url, bodies[number])
+            run.outcomes[number] = await ask(http, target.url, bodies[number])
         bar.update()
 
     async with aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout) as http:
-        begun, cpu = time.perf_counter(), time.process_time()
-        with contextlib.suppress(asyncio.CancelledError):
+        run.begun, cpu = time.perf_counter(), time.process_time()
+        try:
             async with asyncio.TaskGroup() as running:
                 for number, start in enumerate(starts):
-                    await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
+                    await asyncio.sleep(max(0.0, run.begun + start - time.perf_counter()))
                     running.create_task(one(http, number))
-            is_whole = True
-        seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
-    bar.close()
-    run = Run(outcomes, begun, seconds, cpu / seconds)
-    if not is_whole:
-        raise Interrupted(run)
-    return run
+        finally:
+            run.seconds = time.perf_counter() - run.begun
+            run.cpu_share = (time.process_time() - cpu) / run.seconds
+            bar.close()
 
 
 async def ask(http: aiohttp.ClientSession, url: str, body: bytes) -> Outcome:

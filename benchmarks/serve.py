@@ -6,7 +6,6 @@ clock runs; answers are streamed, and greedy without --temperature. docs/benchma
 """
 
 import argparse
-import asyncio
 import datetime
 import json
 import math
@@ -65,11 +64,11 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
         failures = []
         memory = {"start_memory_mb": memory_mb(target.pid)} if target.pid else {}
         if warm_ups := requests_of(args, target, prompts.warm_ups):
-            before = asyncio.run(send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency))
+            before = send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency)
             failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
         with peak_memory(target.pid, memory):
             try:
-                run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
+                run = send_all(target, requests, starts, args.max_concurrency)
             except Interrupted as error:
                 run, interrupted = error.run, error
     failures += metrics.failures(run.outcomes)

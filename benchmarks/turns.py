@@ -7,7 +7,6 @@ server in this process. A conversation begins with the images and their names, t
 in turn. Prints the medians in ms.
 """
 
-import asyncio
 import base64
 import functools
 import http.server
@@ -66,7 +65,7 @@ def main(flags: list[str]) -> None:
             target = Target(f"{root}/v1/chat/completions", "", False, {"Content-Type": "application/json"}, True)
             for count in IMAGES:
                 bodies = conversation(count, Path(folder), f"http://{host}")
-                asked = asyncio.run(send_all(target, bodies, [0.0] * len(bodies), 1)).outcomes
+                asked = send_all(target, bodies, [0.0] * len(bodies), 1).outcomes
                 assert all(outcome.ok for outcome in asked), asked
                 times = (asked[1 + kind :: len(KINDS)] for kind in range(len(KINDS)))
                 rows.append([count, *(1000 * statistics.median(outcome.ttft for outcome in each) for each in times)])
