@@ -300,7 +300,7 @@ class _Connection:
             if head.extents:
                 self._arena = self._arena or self._map_arena()
                 end = max(first + count for first, count in head.extents)
-                self._arena.register(-(-end // HIGH_WATER_STEP) * HIGH_WATER_STEP * PAGE_BYTES)
+                self._arena.pin_up_to(-(-end // HIGH_WATER_STEP) * HIGH_WATER_STEP * PAGE_BYTES)
                 return Received(message, head.shape, partial(self._arena.rows, head.extents, head.shape))
             content = torch.from_numpy(payload)
             return Received(message, head.shape, lambda first, stop: content.view(head.shape)[first:stop])
