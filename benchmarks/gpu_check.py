@@ -246,16 +246,16 @@ def synchronisation() -> str:
 
 
 def pinned_copies() -> str:
-    """Shared memory is registered in three parts, and a tensor that lies in all of them, and beyond, is copied."""
+    """Shared memory is pinned in three parts, and a tensor that lies in all of them, and beyond, is copied."""
     pinned, mib, fd = PinnedMemory(DEVICE), 1 << 20, create_sparse(7 << 20)
     content = torch.randint(0, 256, (7 * mib,), dtype=torch.uint8)
     os.pwrite(fd, content.numpy().data, 0)
     memory = ReadableMemory(fd, pinned.pin)
     for mark in (2 * mib, 4 * mib, 6 * mib):
-        memory.register(mark)
+        memory.pin_up_to(mark)
     view = memory.read([(0, 7 * mib // PAGE_BYTES)], 0, 7 * mib)
     assert torch.equal(pinned.to_device(view).cpu(), content), "the copy is wrong"
-    assert view.is_pinned(), "the memory could not be registered; its copies are right but pageable"
+    assert view.is_pinned(), "the memory could not be pinned; its copies are right but pageable"
     return "7 MiB over three registrations"
 
 

@@ -60,6 +60,6 @@ class NextStep:
         self.step = Step(1)
         self.ending_references: list[References] = []  # to cached media, which no step after this one reads
 
-    def register_media(self, nbytes: int) -> None:
+    def pin_media(self, nbytes: int) -> None:
         """See `Step.high_water_mark`."""
         self.step = msgspec.structs.replace(self.step, high_water_mark=nbytes)

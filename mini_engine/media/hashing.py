@@ -1,4 +1,4 @@
-"""Content digests and media hashes: equal hashes of two items of one modality mean equal patches for one model.
+"""Content digests, under media hashes: equal hashes of two items of one modality mean equal patches for one model.
 
 A digest covers the bytes of an item as fetched, which takes a second for a gigabyte. A hash covers a digest and, by its
 key, all that decides what becomes of the bytes, and the request's `cache_salt`: so other settings cost no second
@@ -27,8 +27,3 @@ def name_key(uuid: str, modality: str, cache_salt: str | None, client: bytes) ->
     of its API key; empty where none is needed."""
     parts = msgspec.msgpack.encode([cache_salt, client]), msgspec.msgpack.encode([uuid, modality])
     return b"".join(hashlib.blake2b(part, digest_size=HASH_BYTES, person=b"name").digest() for part in parts)
-
-
-def media_hash(digest: bytes, key: bytes) -> bytes:
-    """HASH_BYTES for a content digest under the key of its settings."""
-    return hashlib.blake2b(digest, digest_size=HASH_BYTES, key=key).digest()

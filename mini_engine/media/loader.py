@@ -23,17 +23,9 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.fair_semaphore import FairSemaphore
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool
-from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
+from mini_engine.media.hashing import HASH_BYTES, content_digest
 from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
-from mini_engine.media.sources.fetch import (
-    Frames,
-    declared_size,
-    fetch_data,
-    fetch_frames,
-    has_frames,
-    is_http_url,
-    is_local_file,
-)
+from mini_engine.media.sources import fetch
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import read_file
 from mini_engine.media.sources.policy import CountBytes, MediaPolicy
@@ -61,26 +53,26 @@ class ContentUrl(str):
 
     digest: bytes
     data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
-    frames: Frames | None  # `data` are the images of a video, one after another
+    frames: fetch.Frames | None  # `data` are the images of a video, one after another
     source: str  # the `file://` or `http(s)://` URL that it was fetched from; empty for others
 
     @classmethod
-    def of(cls, ref: MediaRef, digest: bytes, data: bytes | None = None, frames: Frames | None = None) -> Self:
-        content = cls(f"data:{ref.modality}/{'jpeg' if has_frames(ref.url) else ''};base64,")
+    def of(cls, ref: MediaRef, digest: bytes, data: bytes | None = None, frames: fetch.Frames | None = None) -> Self:
+        content = cls(f"data:{ref.modality}/{'jpeg' if fetch.has_frames(ref.url) else ''};base64,")
         content.digest, content.data, content.frames = digest, data, frames
-        content.source = ref.url if is_http_url(ref.url) or is_local_file(ref.url) else ""
+        content.source = ref.url if fetch.is_http_url(ref.url) or fetch.is_local_file(ref.url) else ""
         return content
 
     @property
     def is_absent(self) -> bool:
         """It is known by name: only engines may have it."""
-        return self.data is None and not is_local_file(self.source)
+        return self.data is None and not fetch.is_local_file(self.source)
 
 
 def download_url_of(url: str) -> str:
     """The `http(s)://` URL from which this is, or was, downloaded; empty for others."""
     source = url.source if isinstance(url, ContentUrl) else url
-    return source if is_http_url(source) else ""
+    return source if fetch.is_http_url(source) else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +154,9 @@ class MediaLoader:
 
         def known_bytes() -> int:
             urls = {ref.name: download_url_of(ref.url) or ref.url for ref in refs}
-            return sum(declared_size(url, self.policy, name) or 0 for name, url in urls.items())
+            return sum(fetch.declared_size(url, self.policy, name) or 0 for name, url in urls.items())
 
-        has_files = any(is_local_file(ref.url) for ref in refs)  # whose file system may block
+        has_files = any(fetch.is_local_file(ref.url) for ref in refs)  # whose file system may block
         loop = asyncio.get_running_loop()
         count_bytes(await loop.run_in_executor(self._reading, known_bytes) if has_files else known_bytes())
         groups: dict[str, FetchGroup] = {}
@@ -227,7 +219,7 @@ class MediaLoader:
     async def _fetch(self, group: FetchGroup, count_bytes: CountBytes, client: bytes) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
-        if is_http_url(first.url):
+        if fetch.is_http_url(first.url):
             with await self._downloads.acquire(client):
                 download = await fetch_http(first.url, self.policy, first.name, count_bytes)
 
@@ -243,22 +235,22 @@ class MediaLoader:
         url, policy, name, is_video = ref.url, self.policy, ref.name, ref.modality == "video"
         if isinstance(url, ContentUrl):
             content = url
-        elif is_video and has_frames(url):
+        elif is_video and fetch.has_frames(url):
             limits, own = self.decoders.limits, settings[0]
-            data, frames = fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
+            data, frames = fetch.fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
             content = ContentUrl.of(ref, content_digest(data, frames.sizes), data, frames)
         elif is_video and settings[0].timestamps:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
-        elif is_local_file(url):
+        elif fetch.is_local_file(url):
             known, digest = read_file(url, policy, name)
             content = ContentUrl.of(ref, digest, known)
         else:
-            data = fetch_data(url, policy, name) if download is None else download
+            data = fetch.fetch_data(url, policy, name) if download is None else download
             content = ContentUrl.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
 
         def with_settings(own: MediaSettings) -> FetchedItem:
-            return FetchedItem(ref, content, own, media_hash(content.digest, own.hash_key(ref.modality)))
+            return FetchedItem(ref, content, own, own.media_hash(content.digest, ref.modality))
 
         item = with_settings(settings[0])
         return Candidates(item, item if settings[1] is settings[0] else with_settings(settings[1]))
@@ -306,7 +298,7 @@ class MediaLoader:
 
 def _is_slow(ref: MediaRef) -> bool:
     """Whether it is downloaded, read from a file, or of a `data:` URL that stayed where it arrived."""
-    return isinstance(ref.url, DataUrl) or is_http_url(ref.url) or is_local_file(ref.url)
+    return isinstance(ref.url, DataUrl) or fetch.is_http_url(ref.url) or fetch.is_local_file(ref.url)
 
 
 async def _gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import ItemFacts, Modality
 from mini_engine.model.architectures import find_spec
 
@@ -44,13 +45,14 @@ class MediaSettings:
     timestamps: list[float] | None = None  # of each frame, of a video that is sent as frames
     cache_salt: str | None = None  # for the media hash alone
 
-    def hash_key(self, modality: Modality) -> bytes:
-        """What a media hash covers of an item beside its bytes; not the model, of which a server has one."""
+    def media_hash(self, digest: bytes, modality: Modality) -> bytes:
+        """HASH_BYTES of an item with this content digest. They cover the settings, not the model: a server has one."""
         arguments = [self.arguments[modality].get(name) for name in ("size", *FORWARDED)]
         of_videos = [repr(self.sampling), self.video_tokens, self.timestamps, self.bounds]
         # JSON separates the parts: no two different lists have the same text.
         parts = [modality, arguments, of_videos if modality == "video" else [], self.cache_salt]
-        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=32).digest()
+        key = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=32).digest()
+        return hashlib.blake2b(digest, digest_size=HASH_BYTES, key=key).digest()
 
 
 @dataclass(frozen=True, eq=False)

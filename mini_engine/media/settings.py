@@ -87,12 +87,11 @@ class MediaSettingsResolver:
         self._rate_bounds["frame_factor"] = processor.defaults.frame_factor
         # As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers.
         count, by_rate = video.num_frames, {"fps": video.fps or DEFAULT_FPS} | self._rate_bounds
-        of_model = _parse_options("the model's", by_rate if count is None else {"num_frames": count}, VideoSampling)
+        sampling = _parse_options("the model's", by_rate if count is None else {"num_frames": count}, VideoSampling)
         flags = "--media-io-kwargs or --mm-processor-kwargs"
-        sampling = override_sampling(of_model, options, self._rate_bounds, flags)
-        arguments = _with_sizes(
-            "--mm-processor-kwargs", _model_arguments(processor, model_dir), sizes, ("image", "video")
-        )
+        sampling = override_sampling(sampling, options, self._rate_bounds, flags)
+        of_model = _model_arguments(processor, model_dir)
+        arguments = _with_sizes("--mm-processor-kwargs", of_model, sizes, ("image", "video"))
         self.server = MediaSettings(sampling.limited(self._max_frames, self._max_frames), arguments)
         processor.check(self.server)
 
@@ -113,8 +112,7 @@ class MediaSettingsResolver:
         return [self._fit(own, video_tokens) for own in settings]
 
     def _fit(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
-        """Those with which a video has at most `video_tokens` tokens: smaller frames, and fewer where these are
-        smallest."""
+        """Those with which a video has at most so many tokens: smaller frames, and fewer where these are smallest."""
         step_tokens = LEAST_STEP_TOKENS + TIME_TOKENS
         if not self._processor.defaults.bounds_whole_video:
             shortest = settings.arguments["video"]["size"]["shortest_edge"]
@@ -213,19 +211,15 @@ def _split_options(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[st
 
 
 def _with_sizes(
-    origin: str,
-    arguments: Arguments,
-    sizes: RequestKwargs,
-    modalities: Iterable[Modality],
-    max_pixels: float = math.inf,
+    origin: str, arguments: Arguments, sizes: RequestKwargs, kinds: Iterable[Modality], max_pixels: float = math.inf
 ) -> dict[Modality, Kwargs]:
-    """`arguments` with the `sizes` that `origin` sets for items of `modalities`; these make no item larger than
+    """`arguments` with the `sizes` that `origin` sets for items of these `kinds`; these make no item larger than
     `max_pixels`. Raises ValueError."""
     edges: dict[str, int] = msgspec.to_builtins(sizes.size or _Size(sizes.min_pixels, sizes.max_pixels))
     forwarded = {name: value for name, value in msgspec.to_builtins(sizes).items() if name in FORWARDED}
     result = dict(arguments)
-    for modality in modalities:
-        before = arguments[modality]
+    for kind in kinds:
+        before = arguments[kind]
         least, greatest = ((before["size"] | edges)[edge] for edge in EDGES)
         if least > max(before["size"]["shortest_edge"], max_pixels):
             raise ValueError(f"{origin}: {least} pixels at least are more than the {max_pixels} within --max-model-len")
@@ -233,7 +227,7 @@ def _with_sizes(
             raise ValueError(f"{origin}: the least number of pixels, {least}, is more than the greatest, {greatest}")
         greatest = min(greatest, max(before["size"]["longest_edge"], max_pixels))
         known = {name: value for name, value in forwarded.items() if name in before}
-        result[modality] = {**before, **known, "size": dict(zip(EDGES, (min(least, greatest), greatest), strict=True))}
+        result[kind] = {**before, **known, "size": dict(zip(EDGES, (min(least, greatest), greatest), strict=True))}
     return result
 
 

@@ -87,7 +87,7 @@ class Step(Message, frozen=True):
     chunks: list[Chunk] = []
     release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
     drop_senders: list[int] = []  # drop all messages of these incarnations, received and later ones
-    high_water_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
+    high_water_mark: int | None = None  # bytes of the media store that are in use, or soon will be: pin them
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

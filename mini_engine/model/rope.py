@@ -87,20 +87,14 @@ class MRope:
         # Twice, the first half negated, as the sines of a `Rotation` are; a cosine is that of the negated angle.
         inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim, device)
         self.frequencies = torch.cat((-inv_freq, inv_freq))
-        axes = _interleaved_axes if config.spec.mrope_interleaved else _sectioned_axes
-        self.axis = torch.tensor(2 * axes(config.mrope_section), device=device)
+        sections = config.mrope_section
+        if config.spec.mrope_interleaved:  # THWTHW...TTT: every third is height's or width's until its section is full
+            axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]
+        else:  # TTT...HHH...WWW
+            axes = [axis % 3 for axis, count in enumerate(sections) for _ in range(count)]
+        self.axis = torch.tensor(2 * axes, device=device)
 
     def tables(self, positions: Tensor) -> Rotation:
         """int64 `[3, n]` -> tables for n tokens."""
         angles = (positions.T.index_select(1, self.axis) * self.frequencies).unsqueeze(1)
         return angles.cos(), angles.sin()
-
-
-def _sectioned_axes(sections: Sequence[int]) -> list[int]:
-    """TTT...HHH...WWW: the axis of each frequency, sections one after the other."""
-    return [axis % 3 for axis, count in enumerate(sections) for _ in range(count)]
-
-
-def _interleaved_axes(sections: Sequence[int]) -> list[int]:
-    """THWTHW...TTT: height and width take every third frequency until their sections are full, time all others."""
-    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]

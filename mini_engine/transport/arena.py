@@ -52,14 +52,14 @@ class WritableMemory:
 
 class ReadableMemory:
     """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's, `pin`
-    is for `register`. Unmapped when neither it nor a view is left. Raises OSError: `fd` is no sealed memfd, or there is
-    no room in the address space."""
+    is for `pin_up_to`. Unmapped when neither it nor a view is left. Raises OSError: `fd` is no sealed memfd, or the
+    address space has no room."""
 
     def __init__(self, fd: int, pin: Pin | None = None):
         self._pages = memory.map_for_reading(fd)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._pin = pin
-        self._registered = 0  # bytes from the start
+        self._pinned = 0  # bytes from the start
 
     def read(self, extents: Sequence[Extent], start: int, stop: int) -> torch.Tensor:
         """Bytes `start .. stop` of what lies in `extents`, uint8, one dimension: a view where they lie in one extent,
@@ -72,13 +72,13 @@ class ReadableMemory:
         row_bytes = math.prod(shape[1:])
         return self.read(extents, first * row_bytes, stop * row_bytes).view(stop - first, *shape[1:])
 
-    def register(self, nbytes: int) -> None:
+    def pin_up_to(self, nbytes: int) -> None:
         """Pin the first `nbytes`, as far as they are not: that allocates them. Without effect without `pin`."""
         nbytes = min(nbytes, self._bytes.numel())
-        if self._pin is None or nbytes <= self._registered:
+        if self._pin is None or nbytes <= self._pinned:
             return
-        unpin = self._pin(self._bytes.data_ptr() + self._registered, nbytes - self._registered)
-        self._registered = nbytes
+        unpin = self._pin(self._bytes.data_ptr() + self._pinned, nbytes - self._pinned)
+        self._pinned = nbytes
         if unpin is not None:
             weakref.finalize(self._pages, unpin).atexit = False  # called before the pages are unmapped
 

@@ -217,13 +217,8 @@ class TensorIpcSender:
 async def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
     """Wait for the answer to a probe of `content`. Raises TransportError."""
     answer = decode(await stream.receive_answer()).body
-    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != _checksum(content):
+    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != zlib.crc32(content.numpy().data):
         raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
-
-
-def _checksum(content: torch.Tensor) -> int:
-    """CRC-32 of `content` (uint8, one dimension, CPU)."""
-    return zlib.crc32(content.numpy().data)
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------
@@ -300,7 +295,7 @@ class _Connection:
             if head.extents:
                 self._arena = self._arena or self._map_arena()
                 end = max(first + count for first, count in head.extents)
-                self._arena.register(-(-end // HIGH_WATER_STEP) * HIGH_WATER_STEP * PAGE_BYTES)
+                self._arena.pin_up_to(-(-end // HIGH_WATER_STEP) * HIGH_WATER_STEP * PAGE_BYTES)
                 return Received(message, head.shape, partial(self._arena.rows, head.extents, head.shape))
             content = torch.from_numpy(payload)
             return Received(message, head.shape, lambda first, stop: content.view(head.shape)[first:stop])
@@ -317,7 +312,7 @@ def _probe_result(arrival: Received | Failed) -> ProbeResult:
         content = arrival.rows(0, arrival.shape[0]).cpu()
     except (RuntimeError, TransportError) as error:  # of the device
         return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
-    return ProbeResult(checksum=_checksum(content))
+    return ProbeResult(checksum=zlib.crc32(content.numpy().data))
 
 
 class TensorIpcReceiver:

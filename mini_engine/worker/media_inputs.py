@@ -95,7 +95,7 @@ class MediaInputs:
             for message in [message for message in self._table if message.incarnation == incarnation]:
                 del self._table[message]
 
-    def register_store(self, nbytes: int) -> None:
+    def pin_store(self, nbytes: int) -> None:
         """That many bytes of the store, from its start, are in use or soon will be: the receiver thread pins them."""
         self._store_mark = nbytes
         os.eventfd_write(self._wake, 1)
@@ -135,7 +135,7 @@ class MediaInputs:
                     continue
                 os.eventfd_read(self._wake)
                 if self.store is not None:
-                    self.store.register(self._store_mark)
+                    self.store.pin_up_to(self._store_mark)
 
     def _receive(self, fd: int) -> None:
         """The end of a stream drops nothing: the core may have scheduled its tensors, and a rank that dropped them

@@ -170,12 +170,12 @@ class ModelRunner:
         return Launched(StepResult(step.number, rank=self._tp.rank), pending, self.device)
 
     def _update_media(self, step: Step) -> None:
-        """Drop and keep embeddings and patches; register the media store."""
+        """Drop and keep embeddings and patches; pin the media store."""
         for media_hash in step.evict:
             if self._unfinished.pop(media_hash, None) is None or media_hash in self._encoded:
                 del self._encoded[media_hash]
         if step.high_water_mark is not None:
-            self._media.register_store(step.high_water_mark)
+            self._media.pin_store(step.high_water_mark)
         for media_hash in step.drop:
             del self._kept[media_hash]
         for kept in step.keep:  # what was received is the sender's again once its message is released

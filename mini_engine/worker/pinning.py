@@ -1,5 +1,5 @@
 """Copies of media to a CUDA device, on a stream of their own, concurrent with its computation; and host memory that is
-registered with CUDA, so that such a copy needs no staging buffer.
+pinned by CUDA, so that such a copy needs no staging buffer.
 
 This file knows nothing of stores: it gets ranges of memory.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PinnedMemory:
-    """The ranges that are registered for one CUDA device. `pin`, and what it returns, are for any thread; the others
+    """The ranges that are pinned for one CUDA device. `pin`, and what it returns, are for any thread; the others
     for one thread."""
 
     def __init__(self, device: torch.device):
@@ -30,7 +30,7 @@ class PinnedMemory:
         self._stream: torch.cuda.Stream | None = None
 
     def pin(self, address: int, nbytes: int) -> Callable[[], object] | None:
-        """Register mapped memory; returns what undoes it, to be called before it is unmapped.
+        """Pin mapped memory; returns what undoes it, to be called before it is unmapped.
 
         None: CUDA refused, now or before. The memory serves as it is then, by way of CUDA's staging buffer.
         """
@@ -73,7 +73,7 @@ class PinnedMemory:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start to copy, on the current stream; both are contiguous and of one size. CUDA refuses a copy that crosses
-        the border of a registered range as an invalid argument, so this makes several."""
+        the border of a pinned range as an invalid argument, so this makes several."""
         target, source = (each.view(-1).view(torch.uint8) for each in (target, source))
         ranges = self._ranges.copy().items()
         borders = {border - source.data_ptr() for start, nbytes in ranges for border in (start, start + nbytes)}

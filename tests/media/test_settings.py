@@ -11,7 +11,7 @@ import pytest
 from mini_engine.config import EngineConfig
 from mini_engine.config.engine_config import PROCESSOR_ARGUMENTS, VIDEO_ARGUMENTS
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.media.hashing import content_digest, media_hash
+from mini_engine.media.hashing import content_digest
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
 from mini_engine.media.settings import MediaSettingsResolver, RequestKwargs, ServerKwargs, override_sampling
 from mini_engine.prompt.renderer import collect_media
@@ -56,7 +56,7 @@ def test_bytes_and_every_setting_change_the_hash() -> None:
     eight, call = VideoSampling(num_frames=8), {"size": {"shortest_edge": 1, "longest_edge": 10}, "device": "cuda:0"}
 
     def video_hash(data: bytes = b"abc", sampling: VideoSampling = eight, call: dict[str, Any] = call) -> bytes:
-        return media_hash(content_digest(data), MediaSettings(sampling, {"video": call}).hash_key("video"))
+        return MediaSettings(sampling, {"video": call}).media_hash(content_digest(data), "video")
 
     samplings = [VideoSampling(num_frames=9), VideoSampling(fps=8)]
     samplings += [VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end")]
@@ -215,13 +215,13 @@ def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tm
         ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
     ]
     processor, server = published(tmp_path, family)
-    hashes = {of_request(server).hash_key("video")}
+    hashes = {of_request(server).media_hash(b"", "video")}
     for part, frames, tokens in parts:
         scaled = {name: value * processor.token_pixels if "pixels" in name else value for name, value in part.items()}
         settings = of_request(server, FILE | scaled, num_frames=3, max_pixels=processor.token_pixels * 2000)
         count, item = processed(processor, settings, 10, (640, 360))
         assert (count, item.facts.num_tokens) == (frames, tokens), part
-        hashes.add(settings.hash_key("video"))
+        hashes.add(settings.media_hash(b"", "video"))
     assert len(hashes) == len(parts) + 1
     large = {"min_pixels": 800 * processor.token_pixels}  # more than a frame of Qwen2.5-VL may have
     for settings in (of_request(server, IMAGE | large), of_request(server, IMAGE, **large)):
@@ -236,10 +236,10 @@ def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> 
     plain, own, same, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
     assert (plain.sampling, plain.arguments) == (server.server.sampling, server.server.arguments)
     assert (own.sampling.min_frames, own.sampling.max_frames, own.sampling.end) == (2, 2, 3)
-    assert own.hash_key("video") == same.hash_key("video")
+    assert own.media_hash(b"", "video") == same.media_hash(b"", "video")
     assert own.bounds == small | {"total_pixels": 10**6} and frames.sampling.fps == 4
     assert [settings.arguments["image"]["size"]["longest_edge"] for settings in images] == [37632, 3136, 37632]
-    first, second, third = (settings.hash_key("image") for settings in images)
+    first, second, third = (settings.media_hash(b"", "image") for settings in images)
     assert first == third != second
 
 

@@ -31,7 +31,7 @@ def test_rows_are_those_that_were_written(extents: list[tuple[int, int]], held: 
     assert held.is_baseline()
 
 
-def test_memory_is_registered_once_and_as_far_as_it_is_used(held: Held) -> None:
+def test_memory_is_pinned_once_and_as_far_as_it_is_used(held: Held) -> None:
     pinned: list[int] = []
     unpinned: list[int] = []
 
@@ -42,7 +42,7 @@ def test_memory_is_registered_once_and_as_far_as_it_is_used(held: Held) -> None:
     fd = memory.create_sparse(8 * PAGE_BYTES)
     reader = ReadableMemory(fd, pin)
     for nbytes in (PAGE_BYTES, PAGE_BYTES, 3 * PAGE_BYTES, 2 * PAGE_BYTES):
-        reader.register(nbytes)
+        reader.pin_up_to(nbytes)
     assert pinned == [PAGE_BYTES, 2 * PAGE_BYTES] and not unpinned
     del reader
     memory.os.close(fd)

@@ -61,7 +61,7 @@ step = Launched(StepResult(0), {}, device)
 
 def work():
     staging.fill(memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
-    ReadableMemory(create_sparse(1 << 20), pinned.pin).register(1 << 20)
+    ReadableMemory(create_sparse(1 << 20), pinned.pin).pin_up_to(1 << 20)
     pinned.to_device(torch.zeros(8))
     step.wait()
 

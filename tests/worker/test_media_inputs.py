@@ -118,11 +118,11 @@ async def test_a_thread_that_hangs_fails_the_next_step_even_an_empty_one(
     where = address_of(runtime), f"ipc://{runtime}/core", Encoder("worker 0.0", 100), context
     with contextlib.closing(MediaInputs(*where, timeout=0.2)) as inputs:
         await connect("torch_shm", 1)
-        inputs.store = SimpleNamespace(register=lambda _: hangs.set() or goes_on.wait())
+        inputs.store = SimpleNamespace(pin_up_to=lambda _: hangs.set() or goes_on.wait())
         runner = make_runner(inputs)
         await asyncio.sleep(0.3)
         runner.execute(Step(1))  # a thread that waits for messages does not hang
-        inputs.register_store(1)
+        inputs.pin_store(1)
         assert await asyncio.to_thread(hangs.wait, 10)
         await asyncio.sleep(0.3)
         with pytest.raises(RuntimeError, match="hangs for 0.2 s"):

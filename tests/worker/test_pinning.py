@@ -65,7 +65,7 @@ def test_no_copy_crosses_a_registration(seed: int, monkeypatch) -> None:
         held.append(extents)
         while len(held) > in_transfer + 1:
             allocator.free(held.pop(0))
-        readable.register(allocator.high_water_mark * PAGE_BYTES)
+        readable.pin_up_to(allocator.high_water_mark * PAGE_BYTES)
         for first, count in [*extents, (0, (1 << 30) // PAGE_BYTES)]:  # and all, whose end is not registered
             source = readable.read([(first, count)], 0, count * PAGE_BYTES)
             target, done = torch.empty_like(source), 0
@@ -93,7 +93,7 @@ def test_a_refusal_is_one_line_and_the_memory_is_copied_as_it_is(monkeypatch, ca
     content = torch.arange(4 * PAGE_BYTES, dtype=torch.int32).to(torch.uint8)
     writable.write([(0, 4)], content)
     for pages in (1, 2, 4):
-        readable.register(pages * PAGE_BYTES)
+        readable.pin_up_to(pages * PAGE_BYTES)
     target = torch.empty_like(content)
     pinned.copy(target, readable.read([(0, 4)], 0, len(content)))
     assert torch.equal(target, content)

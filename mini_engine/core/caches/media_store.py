@@ -213,17 +213,17 @@ class MediaStore(MediaDirectory):
         nbytes: of all items, each in whole pages.
         row_bytes: bytes of one patch.
         available: see `PageAllocator`.
-        register: called with a new high-water mark, in bytes, up to which the ranks register the memory; this allocates
-            it. None: they do not.
+        pin: called with a new high-water mark, in bytes, up to which the ranks pin the memory; this allocates it.
+            None: they do not.
     """
 
     def __init__(
-        self, nbytes: int, row_bytes: int, available: Callable[[], int], register: Callable[[int], None] | None = None
+        self, nbytes: int, row_bytes: int, available: Callable[[], int], pin: Callable[[int], None] | None = None
     ):
         super().__init__()
         self.pages = PageAllocator(nbytes, available)
         self._row_bytes = row_bytes
-        self._register = register
+        self._pin_up_to = pin
         self.reservations: dict[bytes, MediaEntry] = {}  # which API servers are writing, by media hash
 
     def reserve(self, owner: Owner, facts: ItemFacts) -> Reserved:
@@ -264,9 +264,9 @@ class MediaStore(MediaDirectory):
         """Free pages, or those of the least recently used items, if both together are enough."""
         before = self.pages.high_water_mark
         extents = self.pages.allocate(nbytes)
-        if self._register and self.pages.high_water_mark > before:
+        if self._pin_up_to and self.pages.high_water_mark > before:
             self.pages.written([(before, self.pages.high_water_mark - before)])
-            self._register(self.pages.high_water_mark * PAGE_BYTES)
+            self._pin_up_to(self.pages.high_water_mark * PAGE_BYTES)
         if extents is not None:
             return extents
         missing = (pages_for(nbytes) - self.pages.num_free) * PAGE_BYTES
@@ -292,5 +292,5 @@ def media_directory(init: Init, row_bytes: int, device: str, next_step: NextStep
     # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.engines - 1 + config.api_server_count
     reserve = RESERVE + others * HIGH_WATER_STEP * PAGE_BYTES
-    register = next_step.register_media if device == "cuda" else None
-    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, register)
+    pin = next_step.pin_media if device == "cuda" else None
+    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, pin)

@@ -108,8 +108,6 @@ class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 
-# --- the manager -----------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class _Process:

@@ -26,6 +26,7 @@ IN_TURN = 4  # rows whose masks one thread fills; more are shared by several
 # A number of JSON, perhaps incomplete, at the end of an output. A quote or a letter before it shows that it is none.
 _NUMBER = re.compile(rb'(?<![\w".+-])-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]*)?\Z')
 _NUMBER_END = re.compile(rb"(?:^|[0-9])[-+.eE]*\Z")  # what the last token of such an output ends with
+# A number, perhaps incomplete, of at most 64 bits (beside its digits, its value counts), 17 decimals, 2 of an exponent.
 _LIMITED = re.compile(rb"(-?[0-9]{1,19})(?:\.[0-9]{0,17})?(?:[eE][+-]?[0-9]{0,2})?")
 _NUMBER_TOKENS = 48  # more than a limited number has
 
@@ -133,7 +134,8 @@ class Matchers:
             return
         limited = bytearray(mask)
         for token, digits in self._vocabulary.digits:
-            if not _is_limited(number[0] + digits):
+            match = _LIMITED.fullmatch(number[0] + digits)
+            if match is None or abs(int(match[1])) >= 2**63:
                 limited[token >> 3] &= ~(1 << (token & 7))
         if any(limited):
             mask[:] = limited
@@ -149,9 +151,3 @@ def _problem_of(matcher: LLMatcher) -> Problem | None:
     # After the reason come lines of the grammar, which the client may not know.
     reason = re.split(r"\n *\d+ \|", matcher.get_error().replace("<non-verbose/>", ""))[0]
     return Problem(PROBLEM.format(" ".join(reason.split())[:300]))
-
-
-def _is_limited(number: bytes) -> bool:
-    """Whether a number of JSON that begins so has at most 64 bits, 17 decimals, and two digits of an exponent."""
-    match = _LIMITED.fullmatch(number)
-    return match is not None and abs(int(match[1])) < 2**63

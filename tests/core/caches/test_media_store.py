@@ -134,7 +134,7 @@ def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
 
 def test_raised_mark_is_reported_if_ranks_register_the_memory():
     marks: list[int] = []
-    store = MediaStore(4 * HIGH_WATER_STEP * PAGE_BYTES, ROW, lambda: PLENTY, register=marks.append)
+    store = MediaStore(4 * HIGH_WATER_STEP * PAGE_BYTES, ROW, lambda: PLENTY, pin=marks.append)
     for number, rows in ((1, 1), (2, 1), (3, 2 * HIGH_WATER_STEP)):
         store.reserve((7, "r"), media(number, rows))
         store.written(media(number, rows).media_hash, [])
