@@ -179,6 +179,7 @@ _COUNTERS = {  # by field of EngineStats
     "prefix_cache_hits": _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "engine"),
     "encoder_cache_queries": _counter("encoder_cache_queries_total", "Media items looked up.", "engine"),
     "encoder_cache_hits": _counter("encoder_cache_hits_total", "Media items encoded, or being encoded.", "engine"),
+    "media_tokens_encoded": _counter("media_tokens_encoded_total", "Media tokens encoded.", "engine"),
     "media_evictions": _counter("mm_cache_evictions_total", "Media items evicted from the cache.", "engine"),
     "media_needed": _counter(
         "media_needed_total", "Requests sent to an engine again: it had evicted embeddings of their media.", "engine"

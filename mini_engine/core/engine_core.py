@@ -74,6 +74,7 @@ class EngineCore:
         self.unready: dict[str, Request] = {}  # those of them whose media or grammar are not on the ranks yet
         self.arrival_numbers = itertools.count()
         self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
+        self.media_tokens_encoded = 0.0  # likewise
         self.outputs: defaultdict[int, Outputs] = defaultdict(Outputs)  # of this turn, by API server
         self.pings: list[tuple[int, int]] = []  # incarnation and number, answered when the next step retires
 
@@ -240,6 +241,7 @@ class EngineCore:
         if plan.requests:
             times.record(now - flight.begun_at, plan.num_prefill, plan.num_encoded)
             self.step_tokens[sum(chunk.num_tokens for chunk in flight.step.chunks)] += 1
+            self.media_tokens_encoded += plan.num_encoded
         if self.in_flight:
             self.in_flight[0].begun_at = now
 
@@ -390,6 +392,7 @@ class EngineCore:
         events, self.scheduler.events = self.scheduler.events, Counter()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         step_tokens, self.step_tokens = self.step_tokens, Counter()
+        media_tokens_encoded, self.media_tokens_encoded = self.media_tokens_encoded, 0.0
         return EngineStats(
             running=running,
             waiting=len(self.requests) - running,
@@ -402,6 +405,7 @@ class EngineCore:
             media_facts=len(self.media.facts),
             **events,
             media_evictions=evictions,
+            media_tokens_encoded=media_tokens_encoded,
             step_tokens=step_tokens,
         )
 

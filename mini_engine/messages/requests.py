@@ -205,6 +205,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_cache_hits: int = 0  # prompt tokens found
     encoder_cache_queries: int = 0  # media items needed
     encoder_cache_hits: int = 0  # media items found encoded, or being encoded
+    media_tokens_encoded: float = 0.0  # by steps that have run; those of a part of the tower's blocks count in part
     prompt_tokens: int = 0  # of prompts: computed by steps that have retired, or found in the prefix cache before
     generation_tokens: int = 0  # sampled by steps that have retired
     preemptions: int = 0

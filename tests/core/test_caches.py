@@ -80,6 +80,7 @@ def test_a_video_is_encoded_once_for_all_its_requests():
     assert world.links.num_encoded == 1
     counters = world.stats()
     assert counters.encoder_cache_queries == 3 and counters.encoder_cache_hits == 2
+    assert counters.media_tokens_encoded == 8
     assert world.stats().encoder_cache_queries == 0  # each event counts once
     assert set(world.consumed) == {message(1), message(2), message(3)}
     world.assert_at_rest()

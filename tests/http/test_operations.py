@@ -159,11 +159,12 @@ async def test_statistics_are_logged(served: Served, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "mini_engine.http.routes.operations")
     stats = asyncio.create_task(log_stats(served.context.engines))
     await settle()
-    served.core.stats = EngineStats(running=1, prompt_tokens=512)
+    served.core.stats = EngineStats(running=1, prompt_tokens=512, media_tokens_encoded=42.5)
     skip(STATS_SECONDS)
     await eventually(lambda: bool(caplog.messages))
     await cancelled(stats)
-    assert re.match(r"prompts [1-9][\d.]* tokens/s, answers 0.0 tokens/s, 1 running, ", caplog.messages[0])
+    rates = r"media [1-9][\d.]* tokens/s, prompts [1-9][\d.]* tokens/s, answers 0.0 tokens/s, 1 running, "
+    assert re.match(rates, caplog.messages[0])
 
 
 # --- a host with too little ------------------------------------------------------------------------------------------

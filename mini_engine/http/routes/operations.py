@@ -119,13 +119,15 @@ def stats_line(before: Samples, after: Samples, seconds: float) -> str | None:
         queries = since(f"{kind}_queries_total")
         return f"{since(f'{kind}_hits_total') / queries:.0%}" if queries else "-"
 
+    media = since("media_tokens_encoded_total")
     prompt, generated = since("prompt_tokens_total"), since("generation_tokens_total")
     running, waiting = (sum(after.get(f"num_requests_{state}", ())) for state in ("running", "waiting"))
-    if not (prompt or generated or running or waiting):
+    if not (media or prompt or generated or running or waiting):
         return None
     usage = after.get("kv_cache_usage_perc") or [0.0]
     return (
-        f"prompts {prompt / seconds:.1f} tokens/s, answers {generated / seconds:.1f} tokens/s, "
+        f"media {media / seconds:.1f} tokens/s, prompts {prompt / seconds:.1f} tokens/s, "
+        f"answers {generated / seconds:.1f} tokens/s, "
         f"{running:.0f} running, {waiting:.0f} waiting, KV cache {sum(usage) / len(usage):.1%} in use; "
         f"hits: prefix cache {rate('prefix_cache')}, media cache {rate('mm_cache')}, "
         f"encoder cache {rate('encoder_cache')}"
