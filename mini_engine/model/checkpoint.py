@@ -30,8 +30,8 @@ DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "F8
 # An error that lists thousands of names hides its own message.
 MAX_LISTED = 8
 MAX_HEADER_BYTES = 100_000_000  # by the format
-PROGRESS_SECONDS = 10.0  # between two lines of progress
-PROGRESS_LINES = 4  # over which the rate is taken: matrices end in bursts, and other programs take turns
+PROGRESS_SECONDS = 5.0  # between two lines of progress
+PROGRESS_LINES = 8  # over which the rate is taken: matrices end in bursts, and other programs take turns
 
 
 class CheckpointError(ValueError):
