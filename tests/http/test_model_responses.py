@@ -10,7 +10,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from mini_engine.messages import Problem
-from mini_engine.protocol.response_bodies import InputItem, ResponsesRequest
+from mini_engine.protocol.bodies import ChatMessage
+from mini_engine.protocol.response_bodies import ResponsesRequest
 from tests.http.test_sdk import check
 from tests.support.client import data_url
 from tests.support.serving import Served, png
@@ -137,42 +138,29 @@ async def test_the_conversation_is_that_of_chat_completions(served: Served) -> N
     assert ours.grammar == theirs.grammar and "look" in ours.grammar
 
 
-async def test_items_of_a_conversation_make_messages(served: Served) -> None:
-    """System messages before all others are one. A thought stays with what came after it, also if that was cut off."""
+def test_items_of_a_conversation_make_messages() -> None:
+    """System messages before all others are one. A thought stays with what came after it, also if that was cut off, and
+    alone it is a message of its turn."""
 
     def thought(text: str) -> dict[str, Any]:
-        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
-    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
-    result = {"type": "function_call_output", "call_id": "c", "output": "b"}
     said, system = {"role": "assistant", "content": "Well."}, [{"role": "developer", "content": name} for name in "AB"]
     go_on = {"role": "user", "content": "Go on."}
-    items = [*system, go_on, thought("1"), said, thought("2"), call, result, thought("3"), go_on, said, go_on]
-    body = {"instructions": "Be brief.", "input": items, "tools": [LOOK], "n": 1.0}
-    reply = await served.http.post("/v1/responses", json=body)
-    assert reply.status_code == 200, reply.text
-    function = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [
+    result = {"type": "function_call_output", "call_id": "1", "output": "b"}
+    items = [*system, go_on, thought("1"), said, thought("2"), CALL_ITEM, result, thought("3"), go_on, said, go_on]
+    items += [thought("4"), thought("5"), said, CALL_ITEM]
+    body = msgspec.convert({"instructions": "Be brief.", "input": items, "n": 1.0}, ResponsesRequest)
+    body.check()
+    calls = {"tool_calls": [{"id": "1", "function": {"name": "look", "arguments": "{}"}}]}
+    expected: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief.\n\nA\n\nB"}, go_on,
-        said | {"reasoning_content": "1"}, {"role": "assistant", "reasoning_content": "2", "tool_calls": [function]},
-        {"role": "tool", "tool_call_id": "c", "content": "b"}, {"role": "assistant", "reasoning_content": "3"}, go_on,
-        said, go_on,
+        said | {"reasoning_content": "1"}, {"role": "assistant", "reasoning_content": "2", **calls},
+        {"role": "tool", "tool_call_id": "1", "content": "b"}, {"role": "assistant", "reasoning_content": "3"}, go_on,
+        said, go_on, said | {"reasoning_content": "45", **calls},
     ]  # fmt: skip
-    tools = [{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}]
-    reply = await served.http.post("/v1/chat/completions", json={"messages": messages, "tools": tools})
-    assert reply.status_code == 200, reply.text
-    ours, theirs = served.core.requests
-    assert ours.prompt_token_ids == theirs.prompt_token_ids
-
-
-async def test_a_thought_alone_is_a_message_of_its_turn(served: Served) -> None:
-    """An answer that was cut off in its thought, sent back: the thought is not that of a later answer."""
-    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("h", "m")]
-    more = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "Well."}]
-    body = ResponsesRequest(input=msgspec.convert([*thoughts, *more, *thoughts, more[1], CALL_ITEM], list[InputItem]))
-    alone, _, plain, last = body.chat_request.messages
-    assert (alone.thought, alone.content, plain.thought, last.thought) == ("hm", None, None, "hm")
-    assert last.content == "Well." and last.tool_calls
+    ours, theirs = body.chat_request.messages, msgspec.convert(expected, list[ChatMessage])
+    assert "".join(part.text or "" for part in ours[0].parts) == theirs[0].content and ours[1:] == theirs[1:]
 
 
 async def test_logprobs_of_the_text_are_listed_once_and_none_is_lost(served: Served) -> None:
