@@ -4,13 +4,13 @@ message or a call each, whole or as server-sent events."""
 import io
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from mini_engine.http.context import RequestState
-from mini_engine.http.json_parts import EncodedList, encode, json_parts
+from mini_engine.http.json_parts import EncodedList, blocks_of, encode, json_parts
 from mini_engine.http.responses import Responder, chat_logprobs
 from mini_engine.prompt.answer import Answer, Piece
 from mini_engine.prompt.detokenizer import ListedToken
@@ -104,6 +104,9 @@ class ModelResponder(Responder):
     def _add(self, piece: Piece) -> None:
         for _ in self._events_of(piece):
             pass
+
+    def _event_blocks(self, piece: Piece, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        return blocks_of(self._event_parts(piece, answers))
 
     def _event_parts(self, piece: Piece, answers: Sequence[Answer]) -> Iterator[bytes | bytearray]:
         if not self._number:

@@ -10,7 +10,7 @@ import io
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class Responder(ABC):
         try:
             async with contextlib.aclosing(pieces(answers)) as arriving:
                 async for piece in arriving:
-                    async for block in blocks_of(self._event_parts(piece, answers)):
+                    async for block in self._event_blocks(piece, answers):
                         started = True
                         yield block
         except Exception as error:  # noqa: BLE001 - report_error() logs what it does not know
@@ -95,8 +95,8 @@ class Responder(ABC):
         """The response, see `json_parts`, once."""
 
     @abstractmethod
-    def _event_parts(self, piece: Piece, answers: Sequence[Answer]) -> Iterator[bytes | bytearray]:
-        """The events of a piece, of the last also those at the end, in parts."""
+    def _event_blocks(self, piece: Piece, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        """The events of a piece, of the last also those at the end, as they are written."""
 
     def _failure_parts(self, error: ApiError, answers: Sequence[Answer]) -> Iterable[bytes | bytearray]:  # noqa: ARG002
         """The last event of a stream in which an error occurred."""
@@ -136,7 +136,7 @@ class ChoicesResponder(Responder):
             return {}
         return {"prompt_logprobs": (encode(tables)[1:-1] for tables in answer.prompt_tables())}
 
-    def _event_parts(self, piece: Piece, answers: Sequence[Answer]) -> Iterator[bytes]:
+    async def _event_blocks(self, piece: Piece, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         self._add_to(choice := Choice(), piece)
         if not (choice.fields or piece.logprobs or piece.finish_reason):
             return
@@ -146,11 +146,10 @@ class ChoicesResponder(Responder):
             return
         fields = self._request_fields(answers[0])
         if self._options.include_usage:
-            yield self._event(answers, event)
-            yield self._event(answers, usage=usage_of(answers), **fields)
+            usage = self._event(answers, usage=usage_of(answers), **fields)
+            yield self._event(answers, event) + usage + DONE
         else:
-            yield self._event(answers, event, **fields)
-        yield DONE
+            yield self._event(answers, event, **fields) + DONE
 
     def _event(self, answers: Sequence[Answer], *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._options.include_usage:
