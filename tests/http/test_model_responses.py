@@ -13,8 +13,7 @@ from mini_engine.messages import Problem
 from mini_engine.protocol.bodies import ChatMessage
 from mini_engine.protocol.response_bodies import ResponsesRequest
 from tests.http.test_sdk import check
-from tests.support.client import data_url
-from tests.support.serving import Served, png
+from tests.support.serving import Served, image
 
 LOOK = {"type": "function", "name": "look", "parameters": {"properties": {"at": {"type": "string"}}}, "strict": None}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>'
@@ -102,37 +101,26 @@ async def test_an_answer_that_is_cut_off_is_incomplete(served: Served) -> None:
 async def test_the_conversation_is_that_of_chat_completions(served: Served) -> None:
     """Messages, an image, a call and its result, a thought, and the SDK's own output sent back, are the same tokens."""
     served.says(*f"Well.\n{CALL}")
-    picture = data_url(png())
-    first = await served.openai.responses.create(
-        model="tiny",
-        instructions="Be brief.",
-        input=[{"role": "user", "content": [{"type": "input_text", "text": "What?"},
-                                            {"type": "input_image", "image_url": picture, "detail": "auto"}]}],
-        tools=[LOOK],  # type: ignore[list-item]
-    )  # fmt: skip
-    call = first.output[1]
+    picture = image()["image_url"]["url"]
+    content = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": picture, "detail": "auto"}]
+    user: Any = {"role": "user", "content": content}
+    more: Any = {"model": "tiny", "tools": [LOOK], "tool_choice": "required"}
+    first = await served.openai.responses.create(input=[user], instructions="Be brief.", **more)
+    call: Any = first.output[1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": "b"}]}
-    user = {"role": "user", "content": [{"type": "input_image", "image_url": picture}]}
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
-    await served.openai.responses.create(
-        model="tiny",
-        input=[{"role": "developer", "content": "Be brief."}, user, thought, *first.output, result],  # type: ignore[list-item]
-        tools=[LOOK],  # type: ignore[list-item]
-        tool_choice="required",
-    )
-    function = {"id": call.call_id, "type": "function", "function": {"name": "look", "arguments": '{"at": "a"}'}}
-    said = {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "tool_calls": [function]}
-    await served.openai.chat.completions.create(
-        model="tiny",
-        messages=[
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}}]},
-            said,  # type: ignore[list-item]
-            {"role": "tool", "tool_call_id": call.call_id, "content": "b"},
-        ],
-        tools=[{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}],
-        tool_choice="required",
-    )
+    items: Any = [{"role": "developer", "content": "Be brief."}, user, thought, *first.output, result]
+    await served.openai.responses.create(input=items, **more)
+    function = {"id": call.call_id, "function": {"name": "look", "arguments": '{"at": "a"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What?"}, image()]},
+        {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "b"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}]
+    reply = await served.post(messages=messages, tools=tools, tool_choice="required")
+    assert reply.status_code == 200, reply.text
     _, ours, theirs = served.core.requests
     assert ours.prompt_token_ids == theirs.prompt_token_ids
     assert ours.grammar == theirs.grammar and "look" in ours.grammar
