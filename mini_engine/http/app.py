@@ -15,10 +15,10 @@ from starlette.responses import Response
 from mini_engine.http.body import ERRORS, REF, schema_types
 from mini_engine.http.context import AppContext
 from mini_engine.http.middleware import ActiveRequests, RequestMiddleware
-from mini_engine.http.routes import chat_completions, completions, model_responses, operations, playground, pooling
+from mini_engine.http.routes import chat_completions, completions, operations, playground, pooling
 from mini_engine.protocol.api_errors import ApiError, Code
 
-ROUTES = (chat_completions, completions, model_responses, pooling, operations, playground)
+ROUTES = (chat_completions, completions, pooling, operations, playground)
 ROUTERS = [module.router for module in ROUTES]
 CHAT_OF_OTHER_APIS = ("/messages", "/api/chat")  # where Anthropic's and Ollama's take a conversation
 

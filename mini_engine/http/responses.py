@@ -4,27 +4,24 @@ In OpenAI's form. Encoded by msgspec, since a stream has one event for each step
 response are encoded as they arrive, those of prompts as they are sent, in parts. Knows nothing of engines.
 """
 
-import asyncio
 import collections
 import contextlib
 import io
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from mini_engine.http.body import JSON
 from mini_engine.http.context import RequestState
 from mini_engine.http.error_responses import report_error
-from mini_engine.prompt.answer import Answer, Piece, Turn, pieces
+from mini_engine.http.json_parts import EncodedList, StreamedResponse, blocks_of, encode, json_response
+from mini_engine.prompt.answer import Answer, Piece, pieces
 from mini_engine.prompt.detokenizer import ListedToken
+from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.protocol.tools import ToolChoice
 
@@ -34,9 +31,6 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # by default nginx would hold back events until it has 4 KB of them
 }
-PART_BYTES = 1 << 18  # of a response, written at a time
-
-encode = msgspec.json.Encoder(enc_hook=io.StringIO.getvalue).encode
 
 
 @dataclass(slots=True)
@@ -44,7 +38,7 @@ class Choice:
     """The content of one or more pieces of a choice: a buffer for each text and each list, no object for each token."""
 
     fields: dict[str, Any] = field(default_factory=dict)  # texts are `io.StringIO`, calls a dict by their number
-    logprobs: dict[str, bytearray] = field(default_factory=dict)  # the JSON of each list's items; empty: none requested
+    logprobs: dict[str, Any] = field(default_factory=dict)  # lists are `EncodedList`; empty: none requested
     finish_reason: str | None = None
 
     def add_text(self, name: str, text: str) -> None:
@@ -52,24 +46,15 @@ class Choice:
 
     def add_logprobs(self, lists: Mapping[str, Sequence[Any]]) -> None:
         for name, items in lists.items():
-            encoded = self.logprobs.setdefault(name, bytearray())
-            encoded += b"," * bool(items and encoded) + msgspec.json.encode(items)[1:-1]
+            self.logprobs.setdefault(name, EncodedList()).extend(items)
 
 
 class Responder(ABC):
     """Makes the response to one request. Keeps only the options of the request, not its media."""
 
-    whole_object: str
-    event_object: str
-    logprobs_head: bytes
-    lists_prompt_by_choice: bool  # or the response lists it
-
-    def __init__(self, request: GenerationRequest, state: RequestState, model: str):
-        self._head: dict[str, Any] = {"id": state.request_id, "created": int(time.time()), "model": model}
-        self._caller, self._lists_prompts = state.caller, request.prompt_logprobs is not None
-        self._stream = bool(request.stream)
-        self._options = request.stream_options or StreamOptions()
-        self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
+    def __init__(self, request: GenerationRequest, state: RequestState):
+        self._id, self._caller, self._stream = state.request_id, state.caller, bool(request.stream)
+        self._lists_prompts = request.prompt_logprobs is not None
 
     async def respond(self, answers: Sequence[Answer]) -> Response:
         """The response, once all of `answers` have ended, or as events from their first piece on. The choices of an
@@ -78,59 +63,93 @@ class Responder(ABC):
         if self._stream:
             events = self._events(answers)
             return StreamedResponse(EVENT_HEADERS, await anext(events), events)
-        choices: dict[int, Choice] = collections.defaultdict(Choice)
         async with contextlib.aclosing(pieces(answers)) as arriving:
             async for piece in arriving:
-                self._add(piece, choices[piece.index])
-        parts = self._whole(answers, choices)
-        if self._lists_prompts:
-            return await response_of(parts)
-        body = bytearray()
-        async for part in parts:
-            body += part
-        return whole_response(body)
-
-    async def _whole(
-        self, answers: Sequence[Answer], choices: dict[int, Choice]
-    ) -> AsyncGenerator[bytes | bytearray, None]:
-        """The whole response in pieces. Those of the prompts' log probabilities are sent as they are made: as JSON they
-        take ten times the memory, for each choice again, as long as a client reads."""
-        yield encode(self._head | {"object": self.whole_object})[:-1] + b',"choices":['
-        samples = len(answers[0].samples)
-        for number, index in enumerate(sorted(choices)):
-            choice = choices.pop(index)
-            yield b"," * bool(number) + encode({"index": index} | self._whole_fields(choice))[:-1] + b',"logprobs":'
-            for part in self._logprobs(choice):
-                yield part
-            del choice
-            await asyncio.sleep(0)  # each may be long
-            if self.lists_prompt_by_choice:
-                async for part in _prompt_field(answers[index // samples]):
-                    yield part
-            yield b"}"
-        yield b"]"
-        if not self.lists_prompt_by_choice:
-            async for part in _prompt_field(answers[0]):
-                yield part
-        yield b"," + encode({"usage": usage_of(answers)} | self._request_fields(answers[0]))[1:]
+                self._add(piece)
+        # The prompts' log probabilities are made as they are sent: as JSON they take ten times the memory, for each
+        # choice again, as long as a client reads.
+        return await json_response(self._whole(answers), as_read=self._lists_prompts)
 
     async def _events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
-        """The events, of which the last are sent together. An error after the first is an event too."""
-        first, started = answers[0], False
+        """Those of a piece are sent together. An error after the first is an event too."""
+        started = False
         try:
             async with contextlib.aclosing(pieces(answers)) as arriving:
                 async for piece in arriving:
-                    self._add(piece, choice := Choice())
-                    if choice.fields or piece.logprobs or piece.finish_reason:
+                    async for block in self._event_blocks(piece, answers):
                         started = True
-                        event = {"index": piece.index} | self._event_fields(choice)
-                        event["logprobs"] = msgspec.Raw(b"".join(self._logprobs(choice)))
-                        is_last = all(answer.over for answer in answers)
-                        yield self._last_events(answers, event) if is_last else self._event(answers, event)
+                        yield block
         except Exception as error:  # noqa: BLE001 - report_error() logs what it does not know
             if not started:
                 raise
-            yield b"data: " + report_error(error, self._head["id"], self._caller, first.clock).encode() + b"\n\n"
+            problem = report_error(error, self._id, self._caller, answers[0].clock)
+            async for block in blocks_of(self._failure_parts(problem, answers)):
+                yield block
+
+    @abstractmethod
+    def _add(self, piece: Piece) -> None:
+        """Take a piece of a whole response."""
+
+    @abstractmethod
+    def _whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response, see `json_parts`, once."""
+
+    @abstractmethod
+    def _event_blocks(self, piece: Piece, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        """The events of a piece, of the last also those at the end, as they are written."""
+
+    def _failure_parts(self, error: ApiError, answers: Sequence[Answer]) -> Iterable[bytes | bytearray]:  # noqa: ARG002
+        """The last event of a stream in which an error occurred."""
+        return [b"data: " + error.encode() + b"\n\n"]
+
+
+class ChoicesResponder(Responder):
+    """Responses that list choices."""
+
+    whole_object: str
+    event_object: str
+    lists_prompt_by_choice: bool  # or the response lists it
+
+    def __init__(self, request: GenerationRequest, state: RequestState, model: str):
+        super().__init__(request, state)
+        self._head: dict[str, Any] = {"id": state.request_id, "created": int(time.time()), "model": model}
+        self._options = request.stream_options or StreamOptions()
+        self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
+        self._choices: dict[int, Choice] = collections.defaultdict(Choice)  # of a whole response
+
+    def _add(self, piece: Piece) -> None:
+        self._add_to(self._choices[piece.index], piece)
+
+    def _whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices, samples = list[dict[str, Any]](), len(answers[0].samples)
+        for index in sorted(self._choices):
+            choice = self._choices.pop(index)
+            fields = {"index": index} | self._whole_fields(choice) | {"logprobs": choice.logprobs or None}
+            choices.append(fields | self._prompt_field(answers[index // samples], self.lists_prompt_by_choice))
+        body = self._head | {"object": self.whole_object, "choices": choices}
+        body |= self._prompt_field(answers[0], not self.lists_prompt_by_choice)
+        return body | {"usage": usage_of(answers)} | self._request_fields(answers[0])
+
+    def _prompt_field(self, answer: Answer, is_here: bool) -> dict[str, Any]:
+        """vLLM's field, if it was requested and is listed here."""
+        if not (is_here and self._lists_prompts):
+            return {}
+        return {"prompt_logprobs": (encode(tables)[1:-1] for tables in answer.prompt_tables())}
+
+    async def _event_blocks(self, piece: Piece, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        self._add_to(choice := Choice(), piece)
+        if not (choice.fields or piece.logprobs or piece.finish_reason):
+            return
+        event = {"index": piece.index} | self._event_fields(choice) | {"logprobs": choice.logprobs or None}
+        if not all(answer.over for answer in answers):
+            yield self._event(answers, event)
+            return
+        fields = self._request_fields(answers[0])
+        if self._options.include_usage:
+            usage = self._event(answers, usage=usage_of(answers), **fields)
+            yield self._event(answers, event) + usage + DONE
+        else:
+            yield self._event(answers, event, **fields) + DONE
 
     def _event(self, answers: Sequence[Answer], *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._options.include_usage:
@@ -138,27 +157,14 @@ class Responder(ABC):
         body = {"object": self.event_object, "choices": choices} | fields
         return b"data: " + encode(self._head | body) + b"\n\n"
 
-    def _last_events(self, answers: Sequence[Answer], choice: dict[str, Any]) -> bytes:
-        fields = self._request_fields(answers[0])
-        if not self._options.include_usage:
-            return self._event(answers, choice, **fields) + DONE
-        usage = self._event(answers, usage=usage_of(answers), **fields)
-        return self._event(answers, choice) + usage + DONE
-
     def _request_fields(self, answer: Answer) -> dict[str, Any]:
         """The fields about the request itself, at the end of a response."""
         timings = answer.clock.timings() if self._with_timings else None
         fields = {"metrics": timings, "warnings": answer.warnings}
         return {name: value for name, value in fields.items() if value}
 
-    def _logprobs(self, choice: Choice) -> list[bytes | bytearray]:
-        """The logprobs of a choice, as JSON in parts."""
-        lists = [(b'"%s":[' % name.encode(), items, b"],") for name, items in choice.logprobs.items()]
-        parts = [part for encoded in lists for part in encoded]
-        return [self.logprobs_head, *parts[:-1], b"]}"] if parts else [b"null"]
-
     @abstractmethod
-    def _add(self, piece: Piece, choice: Choice) -> None: ...
+    def _add_to(self, choice: Choice, piece: Piece) -> None: ...
 
     @abstractmethod
     def _event_fields(self, choice: Choice) -> dict[str, Any]:
@@ -169,12 +175,11 @@ class Responder(ABC):
         return self._event_fields(choice)
 
 
-class ChatResponder(Responder):
+class ChatResponder(ChoicesResponder):
     """Chat completions. The first event of each choice has the role."""
 
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
-    logprobs_head = b'{"refusal":null,'
     lists_prompt_by_choice = False
 
     def __init__(self, request: ChatRequest, state: RequestState, model: str):
@@ -182,7 +187,7 @@ class ChatResponder(Responder):
         self._last_calls: dict[int, int] = {}  # the number of the last call of each choice that has begun; -1: none
         self._is_named = isinstance(request.tool_choice, ToolChoice)
 
-    def _add(self, piece: Piece, choice: Choice) -> None:
+    def _add_to(self, choice: Choice, piece: Piece) -> None:
         if piece.index not in self._last_calls:
             choice.fields |= {"role": "assistant", "content": io.StringIO()}
         number = self._last_calls.get(piece.index, -1)
@@ -200,6 +205,7 @@ class ChatResponder(Responder):
                 calls[number]["function"]["arguments"].write(text)
         self._last_calls[piece.index] = number
         if piece.logprobs is not None:
+            choice.logprobs["refusal"] = None
             choice.add_logprobs({"content": chat_logprobs(piece.logprobs)})
         # OpenAI's: a call that the request has named is no reason to stop.
         called = piece.finish_reason == "stop" and number >= 0 and not self._is_named
@@ -219,14 +225,13 @@ class ChatResponder(Responder):
         return {"delta": delta, "finish_reason": choice.finish_reason}
 
 
-class CompletionResponder(Responder):
+class CompletionResponder(ChoicesResponder):
     """Legacy completions. An event has the form of the whole response."""
 
     whole_object = event_object = "text_completion"
-    logprobs_head = b"{"
     lists_prompt_by_choice = True
 
-    def _add(self, piece: Piece, choice: Choice) -> None:
+    def _add_to(self, choice: Choice, piece: Piece) -> None:
         for _, text in piece.fragments:
             choice.add_text("text", text)
         if piece.logprobs is not None:
@@ -266,72 +271,6 @@ def _legacy_logprobs(listed: Sequence[ListedToken]) -> dict[str, list[Any]]:
             for chosen, *top in likely
         ],
     }
-
-
-async def _prompt_field(answer: Answer) -> AsyncGenerator[bytes, None]:
-    """vLLM's field as JSON in pieces, for the end of an object; none where it was not requested."""
-    turn, before = Turn(), b',"prompt_logprobs":['
-    for tables in answer.prompt_tables():
-        yield before + msgspec.json.encode(tables)[1:-1]
-        before = b","
-        await turn.end_if_over()
-    if before == b",":
-        yield b"]"
-
-
-class StreamedResponse(Response):
-    """A response in parts: the headers with `first`, then each of `parts`, which is closed in any case."""
-
-    def __init__(self, headers: Mapping[str, str], first: bytes, parts: AsyncGenerator[bytes, None]):
-        super().__init__()
-        self.raw_headers = Headers(headers).raw
-        self._first = first
-        self._parts = parts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for part in self._parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await self._parts.aclose()
-
-
-async def response_of(pieces: AsyncGenerator[bytes | bytearray, None]) -> Response:
-    """A response of JSON, whose pieces are made as the client reads if it is long."""
-    parts = _join(pieces)
-    first = await anext(parts)
-    if (second := await anext(parts, None)) is None:
-        return Response(first, media_type=JSON)
-    return StreamedResponse({"content-type": JSON}, first + second, parts)
-
-
-def whole_response(body: bytes | bytearray) -> Response:
-    """A response of JSON, in parts if it is long."""
-    if len(body) <= PART_BYTES:
-        return Response(bytes(body), media_type=JSON)
-    return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
-
-
-async def _cut(body: bytes | bytearray) -> AsyncGenerator[bytes, None]:
-    for start in range(0, len(body), PART_BYTES):
-        await asyncio.sleep(0)
-        yield bytes(body[start : start + PART_BYTES])
-
-
-async def _join(pieces: AsyncGenerator[bytes | bytearray, None]) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body, short ones together."""
-    async with contextlib.aclosing(pieces):
-        joined = bytearray()
-        async for piece in pieces:
-            for start in range(0, len(piece), PART_BYTES):
-                joined += piece[start : start + PART_BYTES]
-                if len(joined) >= PART_BYTES:
-                    yield bytes(joined)
-                    joined.clear()
-        yield bytes(joined)
 
 
 def _counts(answers: Sequence[Answer]) -> dict[str, Any]:

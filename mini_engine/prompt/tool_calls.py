@@ -103,16 +103,17 @@ class AnswerParser:
             end = regex.search(pattern, self._held, partial=not last) if search else None
             if end is None and self._state in self.OPTIONAL:
                 self._state = "content"
-            elif end is None or end.partial:
-                return fragments + self._take(len(self._held) if end is None else end.start())
-            else:
-                fragments += self._take(end.start())
-                self._held, self._after_tag = self._held[len(end[0]) :], True
-                fragments += self._enter(end)
+                continue
+            text = self._held if end is None else self._held[: end.start()]
+            fragments += self._add(text) if text else []
+            if end is None or end.partial:
+                self._held = self._held[len(text) :]
+                return fragments
+            self._held, self._after_tag = self._held[end.end() :], True
+            fragments += self._enter(end)
 
-    def _take(self, end: int) -> list[tuple[Kind, str]]:
-        """The fragments of the held text up to `end`, which is dropped."""
-        text, self._held = self._held[:end], self._held[end:]
+    def _add(self, text: str) -> list[tuple[Kind, str]]:
+        """The fragments of the next text of a state."""
         text = text.lstrip() if self._after_tag else text
         self._after_tag = self._after_tag and not text
         return [(cast(Kind, self._state), text)] if text else []

@@ -78,24 +78,20 @@ class XmlCallParser(AnswerParser):
         self._types: set[str] = set()  # of the value
         self._value = list[str]()  # what has arrived of one that may be no string
 
-    def _take(self, end: int) -> list[tuple[Kind, str]]:
-        if self._state == "content":
-            return super()._take(end)
-        text, self._held = self._held[:end], self._held[end:]
+    def _add(self, text: str) -> list[tuple[Kind, str]]:
         if self._state != "value":
-            return []
-        if self._types != {"string"}:
-            self._value.append(text)
-            return []
-        return [("arguments", _escaped(text))] if text else []
+            return super()._add(text) if self._state == "content" else []
+        if self._types == {"string"}:
+            return [("arguments", _escaped(text))]
+        self._value.append(text)
+        return []
 
     def _enter(self, end: "regex.Match[str]") -> list[tuple[Kind, str]]:
         before, self._state = self._state, end.lastgroup or ""
         written = ""
         if before == self._state == "value":
             if end["name"] not in self._properties or end["name"] in self._written:
-                self._held = end[0] + self._held
-                return self._take(len(end[0]))
+                return self._add(end[0])
             self._state = "parameters"
         if self._state == "value":
             self._types, self._value = types_of(self._schema_of(end["name"]), self._root), []

@@ -59,10 +59,10 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         """Those of all messages."""
         return (part for message in getattr(self, "messages", None) or () for part in message.parts)
 
-    def chat(self, messages: Sequence["ChatMessage"]) -> "ChatRequest":
-        """A chat request with these messages, and all else that this request says of prompt, media and priority."""
+    def chat(self, messages: Sequence["ChatMessage"], **fields: Any) -> "ChatRequest":
+        """A chat request with these messages and `fields`, and all else that this request says in the same fields."""
         names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
-        return ChatRequest(**{name: getattr(self, name) for name in names} | {"messages": [*messages]})
+        return ChatRequest(**{name: getattr(self, name) for name in names} | {"messages": [*messages]} | fields)
 
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, for fields that exclude each other, and for too much

@@ -180,21 +180,22 @@ class ResponsesRequest(ConversationRequest, kw_only=True, frozen=True):
     @functools.cached_property
     def chat_request(self) -> ChatRequest:
         """The chat request with the same answer. Raises ApiError, a 400."""
-        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__) - {"n"}  # may be 1.0
-        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        fields["tools"] = [Tool("function", tool.function) for tool in self.tools or ()] or None
-        fields["tool_choice"] = self._tool_choice()
-        fields["logprobs"] = LISTS_LOGPROBS in (self.include or ())
-        if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and (form := self.text.format) is not None:
-            schema = None if form.schema is None else JsonSchema(form.name, form.schema)
-            fields["response_format"] = ResponseFormat(form.type, schema)
         try:
-            fields["messages"] = [ChatMessage(**message) for message in self._messages()]
+            messages = [ChatMessage(**message) for message in self._messages()]
         except ValueError as error:
             raise bad_request(f"Invalid 'input': {error}.", "input", "invalid_value") from None
-        return ChatRequest(**fields, max_completion_tokens=self.max_output_tokens)
+        form = self.text.format if self.text else None
+        schema = JsonSchema(form.name, form.schema) if form and form.schema is not None else None
+        return self.chat(
+            messages,
+            n=None,  # may be 1.0
+            tools=[Tool("function", tool.function) for tool in self.tools or ()] or None,
+            tool_choice=self._tool_choice(),
+            logprobs=LISTS_LOGPROBS in (self.include or ()),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            response_format=ResponseFormat(form.type, schema) if form else None,
+            max_completion_tokens=self.max_output_tokens,
+        )
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice

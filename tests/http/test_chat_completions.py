@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_engine.http import responses
+from mini_engine.http import json_parts
 from mini_engine.media.hashing import content_digest
 from mini_engine.media.sources import local_files
 from mini_engine.messages import Problem
@@ -133,8 +133,8 @@ async def test_response_in_parts_is_the_same(
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, "tools": tools}
     asked = {"n": 3, **(chat if "chat" in path else {"prompt": ["a", "b"], "logprobs": 2}), **listing}
     written = []
-    for nbytes in (responses.PART_BYTES, 100):
-        monkeypatch.setattr(responses, "PART_BYTES", nbytes)
+    for nbytes in (json_parts.PART_BYTES, 100):
+        monkeypatch.setattr(json_parts, "PART_BYTES", nbytes)
         response = await served.http.post(path, json=asked)
         assert listing or response.headers["content-length"] == str(len(response.content))
         written.append(re.sub(r'"(id|created)":("[\w-]+"|\d+)', "", response.text))

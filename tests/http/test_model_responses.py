@@ -10,11 +10,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from mini_engine.messages import Problem
-from mini_engine.protocol.bodies import MAX_GRAMMAR
-from mini_engine.protocol.response_bodies import InputItem, ResponsesRequest
+from mini_engine.protocol.bodies import MAX_GRAMMAR, ChatMessage
+from mini_engine.protocol.response_bodies import ResponsesRequest
 from tests.http.test_sdk import check
-from tests.support.client import data_url
-from tests.support.serving import Served, png
+from tests.support.serving import Served, image
 
 LOOK = {"type": "function", "name": "look", "parameters": {"properties": {"at": {"type": "string"}}}, "strict": None}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>'
@@ -102,78 +101,54 @@ async def test_an_answer_that_is_cut_off_is_incomplete(served: Served) -> None:
 async def test_the_conversation_is_that_of_chat_completions(served: Served) -> None:
     """Messages, an image, a call and its result, a thought, and the SDK's own output sent back, are the same tokens."""
     served.says(*f"Well.\n{CALL}")
-    picture = data_url(png())
-    first = await served.openai.responses.create(
-        model="tiny",
-        instructions="Be brief.",
-        input=[{"role": "user", "content": [{"type": "input_text", "text": "What?"},
-                                            {"type": "input_image", "image_url": picture, "detail": "auto"}]}],
-        tools=[LOOK],  # type: ignore[list-item]
-    )  # fmt: skip
-    call = first.output[1]
+    picture = image()["image_url"]["url"]
+    content = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": picture, "detail": "auto"}]
+    user: Any = {"role": "user", "content": content}
+    more: Any = {"model": "tiny", "tools": [LOOK], "tool_choice": "required"}
+    first = await served.openai.responses.create(input=[user], instructions="Be brief.", **more)
+    call: Any = first.output[1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": "b"}]}
-    user = {"role": "user", "content": [{"type": "input_image", "image_url": picture}]}
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
-    await served.openai.responses.create(
-        model="tiny",
-        input=[{"role": "developer", "content": "Be brief."}, user, thought, *first.output, result],  # type: ignore[list-item]
-        tools=[LOOK],  # type: ignore[list-item]
-        tool_choice="required",
-    )
-    function = {"id": call.call_id, "type": "function", "function": {"name": "look", "arguments": '{"at": "a"}'}}
-    said = {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "tool_calls": [function]}
-    await served.openai.chat.completions.create(
-        model="tiny",
-        messages=[
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}}]},
-            said,  # type: ignore[list-item]
-            {"role": "tool", "tool_call_id": call.call_id, "content": "b"},
-        ],
-        tools=[{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}],
-        tool_choice="required",
-    )
+    items: Any = [{"role": "developer", "content": "Be brief."}, user, thought, *first.output, result]
+    await served.openai.responses.create(input=items, **more)
+    function = {"id": call.call_id, "function": {"name": "look", "arguments": '{"at": "a"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What?"}, image()]},
+        {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "b"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}]
+    reply = await served.post(messages=messages, tools=tools, tool_choice="required")
+    assert reply.status_code == 200, reply.text
     _, ours, theirs = served.core.requests
     assert ours.prompt_token_ids == theirs.prompt_token_ids
     assert ours.grammar == theirs.grammar and "look" in ours.grammar
 
 
-async def test_items_of_a_conversation_make_messages(served: Served) -> None:
-    """System messages before all others are one. A thought stays with what came after it, also if that was cut off."""
+def test_items_of_a_conversation_make_messages() -> None:
+    """System messages before all others are one. A thought stays with what came after it, also if that was cut off, and
+    alone it is a message of its turn."""
 
     def thought(text: str) -> dict[str, Any]:
-        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
-    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
-    result = {"type": "function_call_output", "call_id": "c", "output": "b"}
     said, system = {"role": "assistant", "content": "Well."}, [{"role": "developer", "content": name} for name in "AB"]
     go_on = {"role": "user", "content": "Go on."}
-    items = [*system, go_on, thought("1"), said, thought("2"), call, result, thought("3"), go_on, said, go_on]
-    body = {"instructions": "Be brief.", "input": items, "tools": [LOOK], "n": 1.0}
-    reply = await served.http.post("/v1/responses", json=body)
-    assert reply.status_code == 200, reply.text
-    function = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [
+    result = {"type": "function_call_output", "call_id": "1", "output": "b"}
+    items = [*system, go_on, thought("1"), said, thought("2"), CALL_ITEM, result, thought("3"), go_on, said, go_on]
+    items += [thought("4"), thought("5"), said, CALL_ITEM]
+    body = msgspec.convert({"instructions": "Be brief.", "input": items, "n": 1.0}, ResponsesRequest)
+    body.check()
+    calls = {"tool_calls": [{"id": "1", "function": {"name": "look", "arguments": "{}"}}]}
+    expected: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief.\n\nA\n\nB"}, go_on,
-        said | {"reasoning_content": "1"}, {"role": "assistant", "reasoning_content": "2", "tool_calls": [function]},
-        {"role": "tool", "tool_call_id": "c", "content": "b"}, {"role": "assistant", "reasoning_content": "3"}, go_on,
-        said, go_on,
+        said | {"reasoning_content": "1"}, {"role": "assistant", "reasoning_content": "2", **calls},
+        {"role": "tool", "tool_call_id": "1", "content": "b"}, {"role": "assistant", "reasoning_content": "3"}, go_on,
+        said, go_on, said | {"reasoning_content": "45", **calls},
     ]  # fmt: skip
-    tools = [{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}]
-    reply = await served.http.post("/v1/chat/completions", json={"messages": messages, "tools": tools})
-    assert reply.status_code == 200, reply.text
-    ours, theirs = served.core.requests
-    assert ours.prompt_token_ids == theirs.prompt_token_ids
-
-
-async def test_a_thought_alone_is_a_message_of_its_turn(served: Served) -> None:
-    """An answer that was cut off in its thought, sent back: the thought is not that of a later answer."""
-    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("h", "m")]
-    more = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "Well."}]
-    body = ResponsesRequest(input=msgspec.convert([*thoughts, *more, *thoughts, more[1], CALL_ITEM], list[InputItem]))
-    alone, _, plain, last = body.chat_request.messages
-    assert (alone.thought, alone.content, plain.thought, last.thought) == ("hm", None, None, "hm")
-    assert last.content == "Well." and last.tool_calls
+    ours, theirs = body.chat_request.messages, msgspec.convert(expected, list[ChatMessage])
+    assert "".join(part.text or "" for part in ours[0].parts) == theirs[0].content and ours[1:] == theirs[1:]
 
 
 async def test_logprobs_of_the_text_are_listed_once_and_none_is_lost(served: Served) -> None:

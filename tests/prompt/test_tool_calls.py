@@ -90,59 +90,52 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
     assert parse("hm\n</think>\n" + text, in_thought=True)[0] == ("reasoning_content", "hm")
 
 
+LOOK_AT = "<tool_call>\n<function=look>\n<parameter=at>\n"
+XML_A, XML_B = (xml(at=value) for value in "ab")
+TWICE = [{"at": "a"}, {"at": "b"}]
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "after"),
     [
-        (xml(at=' "a"\n\n</parameter> b <\\'), {"at": ' "a"\n\n</parameter> b <\\'}, ""),
-        (xml(at="1", n=" -3", number="1", place="north"), {"at": "1", "n": -3, "number": 1, "place": "north"}, ""),
-        (xml(n="None", boolean="True", object="{}"), {"n": None, "boolean": True, "object": {}}, ""),
-        (xml(n="1.5", number="x", object="{1}"), {"n": "1.5", "number": "x", "object": "{1}"}, ""),
+        (xml(at=' "a"\n\n</parameter> b <\\'), [{"at": ' "a"\n\n</parameter> b <\\'}], ""),
+        (xml(at="1", n=" -3", number="1", place="north"), [{"at": "1", "n": -3, "number": 1, "place": "north"}], ""),
+        (xml(n="None", boolean="True", object="{}"), [{"n": None, "boolean": True, "object": {}}], ""),
+        (xml(n="1.5", number="x", object="{1}"), [{"n": "1.5", "number": "x", "object": "{1}"}], ""),
         (xml(object="""{'a': [True, 'None "b"', "it's"], "c": 'd\\'s'}"""),
-         {"object": {"a": [True, 'None "b"', "it's"], "c": "d's"}}, ""),
-        (xml(array='["a\n\tb"]', object="{'a"), {"array": ["a\n\tb"], "object": "{'a"}, ""),
-        (xml(at="b").replace("=at>\n", "=at="), {"at": "b"}, ""),
-        (xml(array="[1, {}]", boolean='{"a": 1}'), {"array": [1, {}], "boolean": '{"a": 1}'}, ""),
-        (xml(other="7", boolean="1"), {"other": "7", "boolean": "1"}, ""),
-        (xml(n="2.0", number="2.0", untyped="[1]"), {"n": 2, "number": 2.0, "untyped": [1]}, ""),
-        (xml(nullable="null", at="null"), {"nullable": None, "at": "null"}, ""),
-        (xml("free", any="7") + " z", {"any": 7}, "z"),
-        (xml("either", m="7"), {"m": 7}, ""),
-        (xml(at="") + " z", {"at": ""}, "z"),
-        ("<function=look><parameter=at>a</parameter></function>", {"at": "a"}, ""),
-        ("<tool_call>\n<function=look>\n<parameter=at>\na</function>\n</tool_call>z", {"at": "a"}, "z"),
-        ("<tool_call><function=look></tool_call>z", {}, "z"),
-    ],
-)  # fmt: skip
-def test_xml_becomes_json_by_the_schema(text: str, arguments: dict[str, Any], after: str) -> None:
-    content, call, written, *end = parse("<think>hm</think>Well.\n\n" + text, is_xml=True)[1:]
-    assert content == ("content", "Well.") and f"<function={call[1]}>" in text
-    assert json.loads(written[1]) == arguments and end == [("content", after)] * bool(after)
-    assert parse(text + text, is_xml=True)[:2] == [call, written], "the next begins anew"
-
-
-LOOK_AT = "<tool_call>\n<function=look>\n<parameter=at>\n"
-XML_A, XML_B = (xml(at=value) for value in "ab")
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
+         [{"object": {"a": [True, 'None "b"', "it's"], "c": "d's"}}], ""),
+        (xml(array='["a\n\tb"]', object="{'a"), [{"array": ["a\n\tb"], "object": "{'a"}], ""),
+        (xml(array="[1, {}]", boolean='{"a": 1}'), [{"array": [1, {}], "boolean": '{"a": 1}'}], ""),
+        (xml(other="7", boolean="1"), [{"other": "7", "boolean": "1"}], ""),
+        (xml(n="2.0", number="2.0", untyped="[1]"), [{"n": 2, "number": 2.0, "untyped": [1]}], ""),
+        (xml(nullable="null", at="null"), [{"nullable": None, "at": "null"}], ""),
+        (xml("free", any="7") + " z", [{"any": 7}], "z"),
+        (xml("either", m="7") + xml("look", m="7"), [{"m": 7}, {"m": "7"}], ""),
+        (xml(at="") + " z", [{"at": ""}], "z"),
+        # Tags that models leave out, write otherwise, or add. The function's parameters, and calls, bound a text.
+        (xml(at="b").replace("=at>\n", "=at="), [{"at": "b"}], ""),
+        ("<function=look><parameter=at>a</parameter></function>", [{"at": "a"}], ""),
+        ("<tool_call>\n<function=look>\n<parameter=at>\na</function>\n</tool_call>z", [{"at": "a"}], "z"),
+        ("<tool_call><function=look></tool_call>z", [{}], "z"),
         (f"{LOOK_AT}a</b>\n<parameter=x>\nc\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
-         ['{"at": "a</b>\\n<parameter=x>\\nc", "n": 3}']),
-        (f"{LOOK_AT}a</tool_call> c\n</tool_call>", ['{"at": "a</tool_call> c"}']),
-        (f"{LOOK_AT}a\n</tool_call>\n{XML_B}", ['{"at": "a"}', '{"at": "b"}']),
-        (f"{LOOK_AT}a\n</function>", ['{"at": "a"}']),
-        (XML_A.replace("</function>", "</function>\n</function>\n</function_invocation>"), ['{"at": "a"}']),
-        (f"{XML_A}\n{XML_B}".replace("</function>\n</tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
-        (f"{XML_A}{XML_B}".replace("</function>\n</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
-        (f"{XML_A}{XML_B}".replace("</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+         [{"at": "a</b>\n<parameter=x>\nc", "n": 3}], ""),
+        (f"{LOOK_AT}a</tool_call> c\n</tool_call>", [{"at": "a</tool_call> c"}], ""),
+        (f"{LOOK_AT}a\n</tool_call>\n{XML_B}", TWICE, ""),
+        (f"{LOOK_AT}a\n</function>", [{"at": "a"}], ""),
+        (XML_A.replace("</function>", "</function>\n</function>\n</function_invocation>"), [{"at": "a"}], ""),
+        (f"{XML_A}\n{XML_B}".replace("</function>\n</tool_call>", "", 1), TWICE, ""),
+        (f"{XML_A}{XML_B}".replace("</function>\n</tool_call><tool_call>", "", 1), TWICE, ""),
+        (f"{XML_A}{XML_B}".replace("</tool_call><tool_call>", "", 1), TWICE, ""),
     ],
 )  # fmt: skip
-def test_tags_that_models_leave_out_or_add(text: str, arguments: list[str]) -> None:
-    """The bounds of a text are those of the function's parameters, and of calls."""
-    for pieces in ([text], text):
-        assert [part for kind, part in parse(*pieces, is_xml=True) if kind == "arguments"] == arguments
-        assert {kind for kind, _ in parse(*pieces, is_xml=True)} == {"call", "arguments"}
+def test_xml_becomes_json_by_the_schema(text: str, arguments: list[dict[str, Any]], after: str) -> None:
+    text = "<think>hm</think>Well.\n\n" + text
+    thought, content, *calls = fragments = parse(text, is_xml=True)
+    assert (thought, content) == (("reasoning_content", "hm"), ("content", "Well."))
+    assert [("content", after)] * bool(after) == calls[2 * len(arguments) :]
+    for (call, name), (kind, written), expected in zip(calls[::2], calls[1::2], arguments, strict=False):
+        assert (call, kind, json.loads(written)) == ("call", "arguments", expected) and f"<function={name}>" in text
+    assert parse(*text, is_xml=True) == fragments
 
 
 def test_tag_of_a_function_in_a_text_is_no_call() -> None:
@@ -167,15 +160,6 @@ def test_a_call_ends_an_open_thought(head: str, call: str) -> None:
     assert "".join(text for kind, text in fragments if kind == "content") == f"{call}</think>"
 
 
-XML_PARTS = [*TAGS, xml(at="a", n="1"), xml("now"), "<function=look>\n", "</function>", "<parameter=at>"]
-XML_PARTS += ["<parameter=n>\n", "</parameter>", "\n", "a", "3", '"']
-
-
-@given(parts=st.lists(st.sampled_from(XML_PARTS), max_size=12))
-def test_arguments_are_the_same_however_xml_is_cut(parts: list[str]) -> None:
-    assert parse(*parts, is_xml=True) == parse(*"".join(parts), is_xml=True) == parse("".join(parts), is_xml=True)
-
-
 def test_types_of_schemas_that_nobody_has_checked() -> None:
     """They may be wrong, or look endless."""
     many = {"anyOf": [{"$ref": "#"}] * 1000}
@@ -188,13 +172,19 @@ def test_types_of_schemas_that_nobody_has_checked() -> None:
 
 
 PARTS = [*TAGS, CALL, "\n", " ", "<", "a", "{", "}", '"', '{"name": "look", ', '"arguments": ', '{"x": 1}', "\\", "}\n"]
+XML_PARTS = [*TAGS, xml(at="a", n="1"), xml("now"), "<function=look>\n", "</function>", "<parameter=at>"]
+XML_PARTS += ["<parameter=n>\n", "</parameter>", "\n", "a", "3", '"']
 
 
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=12), in_thought=st.booleans())
-def test_fragments_are_the_same_however_the_text_is_cut(parts: list[str], in_thought: bool) -> None:
-    text = "".join(parts)
-    expected = parse(text, in_thought=in_thought)
-    assert parse(*parts, in_thought=in_thought) == parse(*text, in_thought=in_thought) == expected
+@pytest.mark.parametrize(("vocabulary", "is_xml"), [(PARTS, False), (XML_PARTS, True)])
+@given(data=st.data(), in_thought=st.booleans())
+def test_fragments_are_the_same_however_the_text_is_cut(
+    vocabulary: list[str], is_xml: bool, data: st.DataObject, in_thought: bool
+) -> None:
+    parts = data.draw(st.lists(st.sampled_from(vocabulary), max_size=12))
+    cuts = [parts, "".join(parts), ["".join(parts)]]
+    first, *others = [parse(*pieces, in_thought=in_thought, is_xml=is_xml) for pieces in cuts]
+    assert others == [first, first]
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
@@ -300,38 +290,38 @@ def test_parameter_that_xml_cannot_name_is_an_error() -> None:
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
 
 
+async def choices_of(served: Served, said: str, **fields: Any) -> list[tuple[Any, ...]]:
+    """Finish reason, thought, text and calls of the whole answer, and of the stream put together by the client."""
+    served.says(*said)  # in a piece for each character
+    messages = [{"role": "user", "content": "x"}]
+    body: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True} | fields
+    answers = [await served.openai.chat.completions.create(**body)]
+    async with served.openai.chat.completions.stream(**body) as stream:
+        answers.append(await stream.get_final_completion())
+    choices = [choice for answer in answers for choice in answer.choices]
+    listed = {"".join(token.token for token in choice.logprobs.content) for choice in choices if choice.logprobs}
+    assert len(listed) == body["logprobs"], "also the tokens of tags"
+    return [
+        (choice.finish_reason, getattr(message, "reasoning_content", ""), message.content or "")
+        + tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
+        for choice, message in ((choice, choice.message) for choice in choices)
+    ]
+
+
 async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
-    look, two_calls = ("look", ARGUMENTS), f"Well.\n{CALL}\n{CALL}END"
-
-    async def choices_of(said: str = two_calls, **fields: Any) -> list[tuple[Any, ...]]:
-        """Finish reason, thought, text and calls of the whole answer, and of the stream put together by the client."""
-        served.says(*said)  # in a piece for each character
-        messages = [{"role": "user", "content": "x"}]
-        body: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True}
-        answers = [await served.openai.chat.completions.create(**body, **fields)]
-        async with served.openai.chat.completions.stream(**body, **fields) as stream:
-            answers.append(await stream.get_final_completion())
-        choices = [choice for answer in answers for choice in answer.choices]
-        listed = {"".join(token.token for token in choice.logprobs.content) for choice in choices}
-        assert len(listed) == 1, "also the tokens of tags"
-        return [
-            (choice.finish_reason, getattr(message, "reasoning_content", ""), message.content or "")
-            + tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
-            for choice, message in ((choice, choice.message) for choice in choices)
-        ]
-
-    assert await choices_of() == [("tool_calls", "", "Well.", look, look)] * 2
-    assert await choices_of(parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
-    assert await choices_of(tool_choice="none") == [("stop", "", two_calls[:-3])] * 2
-    assert await choices_of(CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
+    look, said = ("look", ARGUMENTS), f"Well.\n{CALL}\n{CALL}END"
+    assert await choices_of(served, said) == [("tool_calls", "", "Well.", look, look)] * 2
+    assert await choices_of(served, said, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
+    assert await choices_of(served, said, tool_choice="none") == [("stop", "", said[:-3])] * 2
+    assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
     choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS}}
-    assert await choices_of(CALL + "END", tool_choice=choice) == [("tool_calls", "", "", look)] * 2
+    assert await choices_of(served, CALL + "END", tool_choice=choice) == [("tool_calls", "", "", look)] * 2
     assert "look" in served.core.requests[-1].grammar
     more: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     said = f"hm END </tool_call>\n</think>\n{CALL}\n{CALL}END"  # stops act after the thought
-    thought = await choices_of(said, parallel_tool_calls=False, **more)
+    thought = await choices_of(served, said, parallel_tool_calls=False, **more)
     assert thought == [("tool_calls", "hm END </tool_call>", "", look)] * 2
-    assert await choices_of(said, tool_choice="required", **more) == [(*thought[0], look)] * 2
+    assert await choices_of(served, said, tool_choice="required", **more) == [(*thought[0], look)] * 2
     grammar = served.core.requests[-1].grammar
     assert "</think>" in grammar and "call (" in grammar
 
@@ -342,24 +332,12 @@ async def test_xml_calls_of_whole_and_streamed_answers(served: Served) -> None:
     served.context.renderer = ChatRenderer(served.gate.hf_processor, template)
     served.context.renderer.max_tokens = MAX_MODEL_LEN
     tools = [{"type": "function", "function": {"name": "look", "parameters": XML_LOOK}}]
-    call = xml(at="a\n\nb", n="3")
-    for said, reasoning, content, count in (
-        (f"hm</think>\n\nWell.\n{call}\n{call}", "hm", "Well.", 2),
-        (f"hm {call}{call}", "hm", None, 2),
-    ):
-        served.says(*said, "END")
-        messages = [{"role": "user", "content": "x"}]
-        body: Any = {"model": "tiny", "messages": messages, "tools": tools, "n": 2, "stop": "END"}
-        for parallel in (True, False):
-            body["parallel_tool_calls"] = parallel
-            answers = [await served.openai.chat.completions.create(**body)]
-            async with served.openai.chat.completions.stream(**body) as stream:
-                answers.append(await stream.get_final_completion())
-            for choice in (choice for answer in answers for choice in answer.choices):
-                message: Any = choice.message
-                assert (message.reasoning_content, message.content or None) == (reasoning, content)
-                arguments = [json.loads(call.function.arguments) for call in message.tool_calls]
-                assert arguments == [{"at": "a\n\nb", "n": 3}] * (count if parallel else 1)
+    more: Any = {"n": 2, "tools": tools, "logprobs": False}  # which the client lists twice, of a second choice
+    call, look = xml(at="a\n\nb", n="3"), ("look", '{"at": "a\\n\\nb", "n": 3}')
+    for said, content in ((f"hm</think>\n\nWell.\n{call}\n{call}END", "Well."), (f"hm {call}{call}END", "")):
+        assert await choices_of(served, said, **more) == [("tool_calls", "hm", content, look, look)] * 4
+        first = await choices_of(served, said, parallel_tool_calls=False, **more)
+        assert first == [("tool_calls", "hm", content, look)] * 4
 
 
 async def test_every_answer_can_be_sent_back(served: Served) -> None:

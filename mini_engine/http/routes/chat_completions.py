@@ -1,14 +1,14 @@
-"""POST /v1/chat/completions, and the path of a request through this process: `start`.
+"""POST /v1/chat/completions and /v1/responses, and the path of a request through this process: `start`.
 
 Each step of the path is a function here, which calls a file of its own. Knows nothing of sockets or processes.
 """
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -18,7 +18,8 @@ from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, RequestState, context_of, state_of
 from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, items_to_decode, resolve_names
-from mini_engine.http.responses import ChatResponder
+from mini_engine.http.model_response import ModelResponder
+from mini_engine.http.responses import ChatResponder, Responder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates, SettingsPair
 from mini_engine.media.processor import ProcessedItem
@@ -28,25 +29,42 @@ from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Prompt, check_budget, media_usage
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
+from mini_engine.protocol.response_bodies import ResponsesRequest, with_own_names
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
+BodyT = TypeVar("BodyT", ChatRequest, ResponsesRequest)
+
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
+    return await _answer_conversation(request, ChatRequest, ChatResponder)
+
+
+@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+async def responses(request: Request) -> Response:
+    """Answer a conversation, as OpenAI's responses. Nothing is stored."""
+    return await _answer_conversation(request, ResponsesRequest, ModelResponder)
+
+
+async def _answer_conversation(
+    request: Request, kind: type[BodyT], make_responder: Callable[[BodyT, RequestState, str], Responder]
+) -> Response:
     context, state = context_of(request), state_of(request)
-    chat = await read_body(request, ChatRequest, context)
+    body = await read_body(request, kind, context)
+    chat = body if isinstance(body, ChatRequest) else body.chat_request
     state.choices.receive(chat.num_choices - 1)
-    context.sampling.check(chat)
-    # Before any media: what cannot be rendered costs no decoding.
-    prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
-    answer = await start(context, prompt, state)
-    responder = ChatResponder(chat, state, context.config.served_names[0])
-    del chat, prompt  # their media are as large as text as they are themselves
-    return await responder.respond([answer])
+    with contextlib.nullcontext() if chat is body else with_own_names():
+        context.sampling.check(chat)
+        # Before any media: what cannot be rendered costs no decoding.
+        prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
+        answer = await start(context, prompt, state)
+        responder = make_responder(body, state, context.config.served_names[0])
+        del body, chat, prompt  # their media are as large as text as they are themselves
+        return await responder.respond([answer])
 
 
 async def start(context: AppContext, prompt: Prompt, state: RequestState) -> Answer:

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, RequestState, context_of, state_of
+from mini_engine.http.json_parts import json_response
 from mini_engine.http.known_media import DownloadAgain, find_media, resolve_names
-from mini_engine.http.responses import response_of, usage_of
+from mini_engine.http.responses import usage_of
 from mini_engine.http.routes.chat_completions import load_media, start
 from mini_engine.media.loader import download_url_of
 from mini_engine.prompt.answer import Answer, pieces
@@ -136,15 +137,8 @@ async def _respond(
     model, state = context_of(request).config.served_names[0], state_of(request)
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
     head |= {"usage": usage_of(answers)} | more
-
-    async def pieces_of_json() -> AsyncGenerator[bytes, None]:
-        yield msgspec.json.encode(head)[:-1] + b',"%s":[' % name.encode()
-        for number, item in enumerate(items):
-            yield b"," * bool(number) + msgspec.json.encode(item)
-            await asyncio.sleep(0)  # each may be long
-        yield b"]}"
-
-    return await response_of(pieces_of_json())
+    encoded = (msgspec.json.encode(item) for item in items)
+    return await json_response(head | {name: encoded}, as_read=True)
 
 
 async def _pool(
