@@ -23,7 +23,7 @@ from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
-from mini_engine.http.context import AppContext, ModelFront
+from mini_engine.http.context import AppContext, ModelAssets
 from mini_engine.http.routes.operations import log_stats
 from mini_engine.launch.child import Child
 from mini_engine.media.decode.decoder_pool import DecoderPool
@@ -56,14 +56,14 @@ def run(child: Child, decoders: DecoderPool) -> None:
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
-    front = load(init, int(child.spec.index), decoders)
+    assets = load(init, int(child.spec.index), decoders)
     gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
     gc.enable()
     sys.setswitchinterval(SWITCH_SECONDS)
-    uvloop.run(_main(child, init, front))
+    uvloop.run(_main(child, init, assets))
 
 
-def load(init: Init, index: int, decoders: DecoderPool) -> ModelFront:
+def load(init: Init, index: int, decoders: DecoderPool) -> ModelAssets:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
@@ -90,7 +90,7 @@ def load(init: Init, index: int, decoders: DecoderPool) -> ModelFront:
     if index == 0 and task.kind != "generate":
         logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
     media = MediaLoader(processor, media_policy(config), decoders, decoders.max_busy, config.allow_partial_video)
-    return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
+    return ModelAssets(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
 
 
 def media_policy(config: EngineConfig) -> MediaPolicy:
@@ -103,7 +103,7 @@ def media_policy(config: EngineConfig) -> MediaPolicy:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
 
 
-async def _main(child: Child, init: Init, front: ModelFront) -> None:
+async def _main(child: Child, init: Init, assets: ModelAssets) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
     arena = transport_probe.make_arena(init.config)
     make_slots = transport_probe.staging_slots(init.config, int(child.spec.index), len(init.cores))
@@ -119,13 +119,13 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     capacity, max_bytes = init.media_cache.nbytes, init.config.mm_shm_cache_max_object_size_mb << 20
     caches = [CacheAccess(capacity, store, max_bytes) for store in stores]
     engines = EngineClient(context, child.encoder, init.cores, queues, caches)
-    await front.media_loader.decoders.start()
+    await assets.media_loader.decoders.start()
     child.ready()
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
     if child.spec.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
-    serving = asyncio.create_task(_serve(child, init.config, front, link))
+    serving = asyncio.create_task(_serve(child, init.config, assets, link))
     try:
         # The background tasks have no end of their own: one that is done has failed.
         done, _ = await asyncio.wait([serving, *background], return_when=asyncio.FIRST_COMPLETED)
@@ -135,22 +135,22 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         for task in (serving, *background):
             task.cancel()
         await asyncio.gather(serving, *background, return_exceptions=True)
-        front.media_loader.close()
+        assets.media_loader.close()
         engines.close()
         arena.close_memory()
         link.socket.close()
 
 
-async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: SupervisorLink) -> None:
+async def _serve(child: Child, config: EngineConfig, assets: ModelAssets, link: SupervisorLink) -> None:
     limits = await link.started
-    context = AppContext(front, config, link.engines, limits, child.spec.incarnation)
+    context = AppContext(assets, config, link.engines, limits, child.spec.incarnation)
     cache = limits.block_size, limits.num_blocks, config.enable_prefix_caching, config.gpu_memory_utilization
     for engine in range(config.engines):
         metrics.cache_config_info.labels(engine, *cache).set(1)
-    front.renderer.max_tokens = limits.max_model_len
+    assets.renderer.max_tokens = limits.max_model_len
     # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
     # number of decoders.
-    front.media_loader.decoders.count_decoded = context.media_bytes.count
+    assets.media_loader.decoders.count_decoded = context.media_bytes.count
     app = create_app(context)
     server = HttpServer(app, config, link.report_serving)
 

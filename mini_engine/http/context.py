@@ -29,7 +29,7 @@ INLINE_CHARACTERS = 4096  # of text to tokenise
 
 
 @dataclass
-class ModelFront:
+class ModelAssets:
     """What an API server loads of the model, while the engines start."""
 
     renderer: ChatRenderer
@@ -41,17 +41,17 @@ class ModelFront:
     task: Task
 
 
-class AppContext(ModelFront):
+class AppContext(ModelAssets):
     """The parts of an API server that the routes use."""
 
     def __init__(
-        self, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
+        self, assets: ModelAssets, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
     ):
         """Of the process `incarnation`, whose engines have these `limits`."""
-        super().__init__(**vars(front))
+        super().__init__(**vars(assets))
         self.config, self.engines, self.limits = config, engines, limits
         self.sampling = SamplingResolver(
-            front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation
+            assets.defaults, limits.max_model_len, assets.vocab_size, config.seed, incarnation
         )
         # Choices of unfinished requests for text.
         self.requests = Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests", "choice(s)")

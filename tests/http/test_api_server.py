@@ -17,12 +17,12 @@ from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 
 
 @contextlib.contextmanager
-def loaded(**settings: Any) -> Iterator[server.ModelFront]:
+def loaded(**settings: Any) -> Iterator[server.ModelAssets]:
     no_cache = MediaCachePlan("off", 0, "")
     init = Init(EngineConfig(**settings), BUNDLED_MODEL, "", cores=[], core_workers=[], ranks=[], media_cache=no_cache)
-    front = server.load(init, 0, make_decoders("api 0", init.config))
-    yield front
-    front.media_loader.close()
+    assets = server.load(init, 0, make_decoders("api 0", init.config))
+    yield assets
+    assets.media_loader.close()
 
 
 def test_settings_reach_the_media_path(tmp_path: Path) -> None:
@@ -34,16 +34,16 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
         "allowed_local_media_path": str(tmp_path),
         "max_media_bytes": 1000,
     }
-    with loaded(**settings, **limits) as front:
-        assert front.media_settings.server.sampling.fps == 3
-        assert front.media_loader.policy.allowed_local_media_path == tmp_path
-        assert front.media_loader.policy.max_media_bytes == 1000
-        assert front.media_loader.decoders.limits == DecodeLimits.of(EngineConfig(**limits))
-        assert front.vocab_size == 768
-        tokens = front.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")])).token_ids
-        assert front.renderer.tokenizer.decode(tokens) == "hello!"
-    with loaded() as front:
-        assert front.media_loader.decoders.limits == DecodeLimits.of(EngineConfig())
+    with loaded(**settings, **limits) as assets:
+        assert assets.media_settings.server.sampling.fps == 3
+        assert assets.media_loader.policy.allowed_local_media_path == tmp_path
+        assert assets.media_loader.policy.max_media_bytes == 1000
+        assert assets.media_loader.decoders.limits == DecodeLimits.of(EngineConfig(**limits))
+        assert assets.vocab_size == 768
+        tokens = assets.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")])).token_ids
+        assert assets.renderer.tokenizer.decode(tokens) == "hello!"
+    with loaded() as assets:
+        assert assets.media_loader.decoders.limits == DecodeLimits.of(EngineConfig())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mini_engine.engine_client.engines import EngineClient
 from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
-from mini_engine.http.context import AppContext, ModelFront
+from mini_engine.http.context import AppContext, ModelAssets
 from mini_engine.http.middleware import ActiveRequests
 from mini_engine.media.loader import MediaLoader
 from mini_engine.media.processor import MediaProcessor
@@ -332,7 +332,7 @@ def make_context(
     processor: GatedProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
 ) -> AppContext:
     tokenizer = processor.hf_processor.tokenizer
-    front = ModelFront(
+    assets = ModelAssets(
         renderer=ChatRenderer(processor.hf_processor),
         vocabulary=Vocabulary(tokenizer),
         vocab_size=len(tokenizer),
@@ -341,7 +341,7 @@ def make_context(
         defaults=SamplingDefaults(eos_token_id=[3]),
         task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, len(tokenizer), tokenizer.backend_tokenizer),
     )
-    context = AppContext(front, config, engines, LIMITS, incarnation=7)
+    context = AppContext(assets, config, engines, LIMITS, incarnation=7)
     context.renderer.max_tokens = MAX_MODEL_LEN
     media.decoders.count_decoded = context.media_bytes.count
     return context

@@ -1,9 +1,9 @@
 """The memory of recurrent states: one state for each running sequence, and snapshots that can be found again.
 
-A recurrent state cannot be cut into blocks as keys and values are: it describes all tokens before one place. So it is
-copied at chosen places, ends of full blocks, and a prefix is found as far as there are both its KV blocks and a
-snapshot. A freed index may be reused at once, even while a dispatched step still reads the state there: every worker
-runs its steps in order, and fills a sequence's state before anything else in a step.
+A recurrent state cannot be cut into blocks as keys and values are: it describes all tokens before it. So it is copied
+at the ends of chosen full blocks, and a prefix is found as far as there are both its KV blocks and a snapshot. A freed
+index may be reused at once, even while a dispatched step still reads the state there: every worker runs its steps in
+order, and fills a sequence's state before anything else in a step.
 """
 
 from collections import OrderedDict
