@@ -206,7 +206,7 @@ async def test_tokens_of_a_conversation(
     served: Served, content: Any, more: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that its answer counts."""
-    monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
+    monkeypatch.setattr(media_settings, "SHORTEST_VIDEO", 8)
     usage = (await served.post(content, **more)).json()["usage"]
     body = (await served.post(content, "/tokenize", **more)).json()
     (request,) = served.core.requests

@@ -19,7 +19,7 @@ def settle_memory(
 ) -> tuple[EngineConfig, str]:
     """The settings with a size of the KV cache, unless a flag gives it or the workers may run on a GPU; and a line for
     the log. `free`: bytes, before the first process has started. Raises ConfigError: the processes, or a KV cache of
-    the flag's size, do not fit beside the weights."""
+    the flag's size or for `--max-model-len`, do not fit beside the weights."""
     if not runs_on_cpu(config):
         return config, ""
     engines, ranks = config.engines, config.tensor_parallel_size
@@ -32,10 +32,13 @@ def settle_memory(
         remedy = "raise the memory limit, choose a smaller model or --quantization int8, or lower --data-parallel-size"
         raise ConfigError(f"out of memory: {free / 2**30:.1f} GiB are free, but {used}; {remedy}")
     check_given_cache(config, model, "cpu", free, engines * ranks)
-    if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
+    if config.num_gpu_blocks_override is not None:
+        return config, ""
+    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu", itemsize)
+    if config.kv_cache_memory_bytes is not None:
+        _check_length(config, block, config.kv_cache_memory_bytes)
         return config, ""
     longest = config.sequence_tokens("cpu", text.max_position_embeddings)
-    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu", itemsize)
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
     left = free - stored - engines * (weights + embeddings + states)
@@ -44,6 +47,7 @@ def settle_memory(
         needed += needed // 3  # a quarter of the cache is for snapshots
     least = min(config.cpu_cache_bytes, room * 2 // 3 // (engines * ranks))
     size = max(least, min(needed, left * 2 // 3 // (engines * ranks)))
+    _check_length(config, block, size)
     parts = ((engines * weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
     used = ", ".join(f"{name} {nbytes / 2**30:.1f}" for nbytes, name in parts)
     line = (
@@ -72,6 +76,17 @@ def check_given_cache(config: EngineConfig, model: ModelConfig, device: str, fre
         raise ConfigError(
             f"{flag}: a KV cache of {given / 2**30:.1f} GiB for each of {workers} worker(s) does not fit, "
             f"{max(0, left) / 2**30:.1f} GiB of memory are free beside the weights; lower it"
+        )
+
+
+def _check_length(config: EngineConfig, block: int, size: int) -> None:
+    """Raises ConfigError: a KV cache of `size` bytes in blocks of `block` bytes holds less than `--max-model-len`. An
+    engine core checks the blocks that its workers have, but only after they have loaded the weights."""
+    needed = block * -(-(config.max_model_len or 0) // config.block_size)
+    if size < needed:
+        raise ConfigError(
+            f"--max-model-len: {config.max_model_len} tokens need {needed / 2**30:.2f} GiB of KV cache in each worker, "
+            f"not {size / 2**30:.2f}; raise --kv-cache-memory-bytes, or lower it"
         )
 
 

@@ -59,6 +59,14 @@ def test_the_kv_cache_fits_into_a_small_container():
         settle_memory(parse(flags, {}), DEMO, MediaCachePlan("off", 0, ""), GIB)
 
 
+@pytest.mark.parametrize(("flags", "free"), [("", 21), (f"--kv-cache-memory-bytes {9 * GIB - 1}", 64)])
+def test_a_kv_cache_too_small_for_max_model_len_is_an_error_before_weights_are_loaded(flags, free):
+    media, fitting = MediaCachePlan("off", 0, ""), ["--max-model-len", "50000", *flags.split()]
+    settle_memory(parse(fitting, {}), QWEN3_4B, media, free * GIB)
+    with pytest.raises(ConfigError, match=r"^--max-model-len: 65536 tokens need 9\.00 GiB of KV cache"):
+        settle_memory(parse([*fitting, "--max-model-len", "65536"], {}), QWEN3_4B, media, free * GIB)
+
+
 def test_a_settled_size_is_not_refused_by_the_worker(monkeypatch):
     """Recurrent states are memory only once they are used: the size counts on that."""
     free = RECURRENT_4B.weight_bytes(2) + PROCESSES + (100 << 20)
