@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mini_engine.config import ConfigError
 from mini_engine.kernels.staging import to_device
 from mini_engine.messages import Modality
 
@@ -30,10 +31,16 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 def settings_of(model_dir: str | Path, modality: Modality) -> dict[str, Any]:
     """The settings of the processor of images or videos, from the file out of which transformers 5 takes them: the
-    joint `processor_config.json` if it holds them, else the modality's own. Empty if there is neither."""
+    joint `processor_config.json` if it holds them, else the modality's own. Empty if there is neither. Raises
+    ConfigError: one is damaged."""
     files = [Path(model_dir) / name for name in ("processor_config.json", *FILES[modality])]
     for path in filter(Path.exists, files):
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}; download it again") from None
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{path} is not a JSON object; download it again")
         if path is files[0]:
             settings = settings.get(f"{modality}_processor")
         if settings is not None:

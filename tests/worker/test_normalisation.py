@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
+from mini_engine.config import ConfigError
 from mini_engine.worker.normalisation import CLIP_MEAN, Normalisation, settings_of
 
 
@@ -57,3 +58,11 @@ def test_a_step_that_is_switched_off_is_left_out(switches, tmp_path):
         for call in ({"do_rescale": False, "do_normalize": False}, {})
     )
     torch.testing.assert_close(Normalisation.from_dir(tmp_path)(raw.byte(), torch.float32), expected)
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize(("text", "problem"), [('{"image', "is not JSON: "), ("[1]", "is not a JSON object; download")])
+def test_a_damaged_file_is_named(name, text, problem, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"/{name} {problem}"):
+        Normalisation.from_dir(tmp_path)
