@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 NUM_SAMPLES = 15  # recent steps that count for each estimate
-WITHOUT_DECODES = 4  # times as long as beside decodes a step may take
+WITHOUT_DECODES, ALONE = 4, 10  # times as long as beside decodes a step may take
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
 
 Measurement = tuple[float, int, float]  # seconds, tokens of prompts, media tokens
@@ -19,7 +19,8 @@ class StepTimes:
     each media token.
 
     Each is a median of recent steps, so that a single step that was held up does not count. Until steps of a kind have
-    run, it is a guess, by which 128 tokens of prompts, or 64 media tokens, are quick.
+    run, it is a guess, by which 128 tokens of prompts, or 64 media tokens, are quick: high, since the first step could
+    take minutes on a slow CPU.
 
     Args:
         limit: see `--max-step-seconds`; 0: none.
@@ -28,7 +29,7 @@ class StepTimes:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.clock = time.monotonic
-        self.decode_step, self.per_token, self.per_media_token = 0.128 / QUICK_DECODES, 0.001, 0.002
+        self.decode_step, self.per_token, self.per_media_token = 2.048 / QUICK_DECODES, 0.016, 0.032
         # By what the step is a sample of.
         self._decodes = deque[float](maxlen=NUM_SAMPLES)
         self._prefills, self._encodes = (deque[Measurement](maxlen=NUM_SAMPLES) for _ in range(2))
@@ -42,9 +43,9 @@ class StepTimes:
         """Seconds for prompts and media in a step: the limit, or those of a decode step if that is more, since with
         less most of the time would go into reading weights. Without decodes only requests that are still to come may
         wait for the step; few of them do where a single request is there."""
-        if is_alone or not self.limit:
+        if not self.limit:
             return math.inf
-        return max(self.limit, self.decode_step) * (1 if beside_decodes else WITHOUT_DECODES)
+        return max(self.limit, self.decode_step) * (1 if beside_decodes else ALONE if is_alone else WITHOUT_DECODES)
 
     def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
         """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""

@@ -148,6 +148,7 @@ def num_running(world, client):
 @pytest.mark.parametrize(("prompt", "async_scheduling"), [(5, False), (300, True)])
 def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_scheduling):
     world = World(blocks=blocks, block_size=16, max_seqs=64, max_tokens=512, async_scheduling=async_scheduling)
+    world.run_request("first", 300, 4)  # so that the seconds of steps are known
     flood(world, b"a", **flooding)
     world.run_steps(60)
     for number in range(20):
