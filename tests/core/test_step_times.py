@@ -144,3 +144,12 @@ def test_the_first_step_on_a_slow_processor_is_short():
     world.turn()
     world.links.run_step()
     assert world.links.now < 15
+
+
+def test_a_prompt_token_is_learned_where_each_request_has_an_image():
+    """No step has prompts alone then, and its first guess is far too high for a fast processor."""
+    world = World(blocks=2000, block_size=16, max_tokens=512, seconds=(0.05, 0.001, 0.002))
+    for number in range(4):
+        world.run_request(f"image {number}", 100, 4, [item(message(number), 2, 60)], first_token=30 + number)
+    times = world.core.scheduler.times
+    assert (times.per_token, times.per_media_token) == pytest.approx((0.001, 0.002), rel=0.1)
