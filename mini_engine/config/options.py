@@ -103,7 +103,7 @@ class Setting:
         kind = Annotated[self.type, msgspec.Meta(ge=self.minimum, le=self.maximum)] if number else self.type
         try:
             parsed = parse(value) if isinstance(value, str) else value
-            return None if parsed is None else msgspec.convert(parsed, kind, strict=False)
+            return None if parsed is None and self.base is not dict else msgspec.convert(parsed, kind, strict=False)
         except ValueError:
             remedy = f"; {self.remedy}" if self.remedy else ""
             errors.append(f"{source}: {'what is given' if self.secret else repr(value)} is not {self.values}{remedy}")

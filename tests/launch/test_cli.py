@@ -90,6 +90,7 @@ def test_unusable_flags_are_named():
         "--limit-mm-per-prompt.image.count=-1": "--limit-mm-per-prompt: 'image': -1",
         "--limit-mm-per-prompt text=1": "'text'",
         "--media-io-kwargs.image.mode L": "--media-io-kwargs: only `video` takes arguments",
+        "--media-io-kwargs null": "--media-io-kwargs: 'null' is not a JSON object",
         "--media-io-kwargs.video.frames 3": "--media-io-kwargs: unknown frames; it takes num_frames, ",
         "--mm-processor-kwargs.fpss 3": "--mm-processor-kwargs: unknown fpss; it takes size, ",
         "--mm-ipc-gpu-memory-gb 2": "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda",
