@@ -39,13 +39,13 @@ class OutputItem:
         self._number = secrets.token_hex(12)
         self._text, self._logprobs = io.StringIO(), EncodedList()
         self.status: Status = "in_progress"
-        self._place = {"item_id": f"{prefix}_{self._number}", "output_index": index}
+        self._position = {"item_id": f"{prefix}_{self._number}", "output_index": index}
         if kind != "arguments":
-            self._place["content_index"] = 0
+            self._position["content_index"] = 0
 
     @property
     def body(self) -> dict[str, Any]:
-        head = {"id": self._place["item_id"], "type": self._type, "status": self.status}
+        head = {"id": self._position["item_id"], "type": self._type, "status": self.status}
         if self.kind == "arguments":
             return head | {"call_id": f"call_{self._number}", "name": self._name, "arguments": self._text}
         own: dict[str, Any] = {"role": "assistant"} if self.kind == "content" else {"summary": []}
@@ -60,7 +60,7 @@ class OutputItem:
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "item": self.body, "output_index": self._index}
         if self.kind != "arguments":
-            yield {"type": "response.content_part.added", "part": self._part} | self._place
+            yield {"type": "response.content_part.added", "part": self._part} | self._position
 
     def add(self, text: str, listed: list[ListedToken]) -> Event:
         """A message takes the `listed` tokens too."""
@@ -69,16 +69,16 @@ class OutputItem:
         if self.kind == "content":
             event["logprobs"] = self._logprobs.extend(chat_logprobs(listed))
             listed.clear()
-        return event | self._place
+        return event | self._position
 
     def end(self, status: Status) -> Iterator[Event]:
         self.status = status
-        event = {"type": f"response.{self._text_type}.done"} | self._place
+        event = {"type": f"response.{self._text_type}.done"} | self._position
         if self.kind == "arguments":
             yield event | {"name": self._name, "arguments": self._text}
         else:
             yield event | {"text": self._text} | ({"logprobs": self._logprobs} if self.kind == "content" else {})
-            yield {"type": "response.content_part.done", "part": self._part} | self._place
+            yield {"type": "response.content_part.done", "part": self._part} | self._position
         yield {"type": "response.output_item.done", "output_index": self._index, "item": self.body}
 
 

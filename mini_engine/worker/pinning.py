@@ -43,7 +43,7 @@ class PinnedMemory:
             with use_cuda(self._device) as runtime, made_writable(address, nbytes):
                 supported = runtime.cudaDeviceAttr.cudaDevAttrHostRegisterSupported
                 if not check(runtime.cudaDeviceGetAttribute(supported, self._device.index)):
-                    raise TransportError("the device cannot register host memory")
+                    raise TransportError("the device cannot pin host memory")
                 check(runtime.cudaHostRegister(address, nbytes, runtime.cudaHostRegisterDefault))
         except (TransportError, OSError) as error:
             logger.warning("Media are copied to %s from pageable memory: %s", self._device, error)

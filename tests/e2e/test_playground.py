@@ -79,7 +79,7 @@ def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_mod
     assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 20  # it moves to the left, by the frame's pixels
     playwright.expect(turn.locator(".legend")).to_be_hidden()
     turn.locator("summary").click()
-    for term, explained in (("admission", "Queued for a place"), ("shm_store", "shared memory")):
+    for term, explained in (("admission", "Queued for a permit"), ("shm_store", "shared memory")):
         page.get_by_text(term, exact=True).focus()
         assert explained in page.evaluate("getComputedStyle(document.activeElement, '::after').content")
 

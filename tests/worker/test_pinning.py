@@ -97,6 +97,4 @@ def test_a_refusal_is_one_line_and_the_memory_is_copied_as_it_is(monkeypatch, ca
     target = torch.empty_like(content)
     pinned.copy(target, readable.read([(0, 4)], 0, len(content)))
     assert torch.equal(target, content)
-    assert caplog.messages == [
-        "Media are copied to cuda:0 from pageable memory: the device cannot register host memory"
-    ]
+    assert caplog.messages == ["Media are copied to cuda:0 from pageable memory: the device cannot pin host memory"]

@@ -17,7 +17,7 @@ export const copyOf = (template) => $(template).content.cloneNode(true).firstEle
 export const once = (target, name) => new Promise((resolve) => target.addEventListener(name, resolve, { once: true }));
 
 const EXPLAINED = {
-  admission: "Queued for a place among the requests whose media are decoded at the same time.",
+  admission: "Queued for a permit to decode media: only so many items are decoded at the same time.",
   shm_store: "Media that the engine caches: written once into its shared memory, from where all its workers read them.",
 };
 

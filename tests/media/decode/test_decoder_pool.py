@@ -365,7 +365,7 @@ async def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> No
         assert (pid in await decoders.settled(2)) == (not stuck)
 
 
-async def test_items_of_one_request_leave_places_to_other_requests() -> None:
+async def test_items_of_one_request_leave_permits_to_other_requests() -> None:
     async with running(max_busy=1) as decoders:
         order: list[str] = []
 
@@ -378,7 +378,7 @@ async def test_items_of_one_request_leave_places_to_other_requests() -> None:
         assert sorted(order[1:4]) == ["many", "one", "two"]
 
 
-async def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
+async def test_an_item_that_gets_no_permit_in_time_is_unavailable() -> None:
     async with running(max_busy=1, media_decode_timeout=0.3) as decoders:
         endless = [decoders.decode(corpus.mp4_of_associations(), str(number)) for number in range(16)]
         outcomes = await asyncio.gather(*endless, return_exceptions=True)
@@ -422,5 +422,5 @@ async def test_an_attack_is_contained() -> None:
         for task, (_, _, named) in zip(sent, attacks, strict=True):
             with pytest.raises((MediaError, DecoderUnavailable), match=named):
                 await task
-        await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are max_busy, and a spare
+        await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as may be busy, slow or not, and a spare
         assert memory(os.getpid(), "VmRSS") - before < 64 << 20
