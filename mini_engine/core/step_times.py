@@ -10,7 +10,6 @@ from collections.abc import Iterable
 NUM_SAMPLES = 15  # recent steps that count for each estimate
 WITHOUT_DECODES, ALONE = 4, 10  # times as long as beside decodes a step may take
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
-MEDIA_WEIGHT = 2  # tokens of prompts as which a media token counts until steps have shown its cost
 
 Measurement = tuple[float, int, float]  # seconds, tokens of prompts, media tokens
 
@@ -30,8 +29,7 @@ class StepTimes:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.clock = time.monotonic
-        self.decode_step, self.per_token = 2.048 / QUICK_DECODES, 0.016
-        self.per_media_token = MEDIA_WEIGHT * self.per_token
+        self.decode_step, self.per_token, self.per_media_token = 2.048 / QUICK_DECODES, 0.016, 0.032
         # By what the step is a sample of.
         self._decodes = deque[float](maxlen=NUM_SAMPLES)
         self._prefills, self._encodes = (deque[Measurement](maxlen=NUM_SAMPLES) for _ in range(2))
@@ -56,9 +54,9 @@ class StepTimes:
             self.decode_step = statistics.median(self._decodes)
             return
         (self._encodes if num_encoded else self._prefills).append((seconds, num_prefill, num_encoded))
-        # Without a step of prompts alone, as where each request has an image, by those with both.
-        samples = self._prefills or self._encodes
-        self.per_token = self._rate((seconds, length + MEDIA_WEIGHT * count) for seconds, length, count in samples)
+        # Where no step had prompts alone, as if each request has an image, tokens of both kinds count alike.
+        if samples := self._prefills or [sample for sample in self._encodes if sample[1]]:
+            self.per_token = self._rate((seconds, length + count) for seconds, length, count in samples)
         if self._encodes:
             self.per_media_token = self._rate(
                 (seconds - length * self.per_token, count) for seconds, length, count in self._encodes

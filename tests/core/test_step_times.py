@@ -152,4 +152,7 @@ def test_a_prompt_token_is_learned_where_each_request_has_an_image():
     for number in range(4):
         world.run_request(f"image {number}", 100, 4, [item(message(number), 2, 60)], first_token=30 + number)
     times = world.core.scheduler.times
+    mean = (100 * 0.001 + 60 * 0.002) / 160
+    assert (times.per_token, times.per_media_token) == pytest.approx((mean, mean), rel=0.1)
+    world.run_request("text", 400, first_token=50)
     assert (times.per_token, times.per_media_token) == pytest.approx((0.001, 0.002), rel=0.1)
