@@ -125,8 +125,8 @@ def test_unread_log_blocks_no_process(fresh):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["--mm-processor-kwargs", '{"x": 1}'],
-            "--mm-processor-kwargs: Object contains unknown field `x`; it takes ",
+            ["--mm-processor-kwargs", '{"size": {"x": 1}}'],
+            "--mm-processor-kwargs: Object contains unknown field `x` - at `$.size`; it takes ",
             id="an API server",
             marks=pytest.mark.slow,
         ),
