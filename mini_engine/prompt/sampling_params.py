@@ -5,7 +5,6 @@ repetition_penalty and max_new_tokens apply, `do_sample` does not. Knows nothing
 """
 
 import hashlib
-import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-from mini_engine.config import ConfigError
+from mini_engine.config import ConfigError, read_json_object
 from mini_engine.messages import ChildRequest, MediaItem, NewRequest, SamplingParams
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.api_errors import bad_request, prompt_too_long
@@ -182,12 +181,5 @@ def _first(value: Any, default: Any) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     """The object in a JSON file without its nulls; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} is not a JSON object; download it again")
+    values = read_json_object(path) if path.is_file() else {}
     return {name: value for name, value in values.items() if value is not None}

@@ -6,7 +6,6 @@ The API server refuses a model whose images and videos differ in these, so one s
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_engine.config import ConfigError
+from mini_engine.config import read_json_object
 from mini_engine.kernels.staging import to_device
 from mini_engine.messages import Modality
 
@@ -35,14 +34,8 @@ def settings_of(model_dir: str | Path, modality: Modality) -> dict[str, Any]:
     ConfigError: one is damaged."""
     files = [Path(model_dir) / name for name in ("processor_config.json", *FILES[modality])]
     for path in filter(Path.exists, files):
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}; download it again") from None
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{path} is not a JSON object; download it again")
-        if path is files[0]:
-            settings = settings.get(f"{modality}_processor")
+        content = read_json_object(path)
+        settings = content.get(f"{modality}_processor") if path is files[0] else content
         if settings is not None:
             return settings
     return {}
